@@ -118,6 +118,32 @@ def _forget_plateau(r: Resumption) -> str:
     return "optim.plateau: none any more; the learning rate is the schedule's again"
 
 
+def _compare_anew(r: Resumption) -> str:
+    """Forget what was best of values that now are of another loss or of other data: they are not comparable."""
+    before, now, p = r.before, r.now, r.progress
+    losses = [{key: x for key, x in facts.task.items() if key != "metrics"} for facts in (before, now)]
+    others = [part for part, facts in before.data.items() if facts != now.data.get(part)]
+
+    def differs(rule: str) -> bool:
+        monitor = rule.rpartition(" ")[2]
+        return rule != "none" and (losses[0] != losses[1] or monitor.partition("_")[0] in others)
+
+    forgets = []
+    if differs(now.early_stopping) and (p.best is not None or p.waited):
+        forgets.append("early stopping")
+        p.stopped = p.stopped and p.waited < before.patience
+        p.best, p.waited = None, 0
+    if differs(now.plateau) and (p.plateau_best is not None or p.plateau_waited):
+        forgets.append("optim.plateau")
+        p.plateau_best, p.plateau_waited = None, 0
+    if not forgets:
+        return ""
+    names = {"train": "training", "val": "validation"}
+    data = f"the {' and '.join(names[part] for part in others)} data are others"
+    reason = "the loss is another one" if losses[0] != losses[1] else data
+    return f"{' and '.join(forgets)}: {reason}; what was best before does not count"
+
+
 def _wait_longer(r: Resumption) -> str:
     before, now, progress = r.before.patience, r.now.patience, r.progress
     # Early stopping has ended the run (another reason leaves less waited), and the new patience is not used up.
@@ -173,6 +199,7 @@ RULES = (
     Rule("optim.plateau", "--allow-change optim.plateau", "a monitor or mode begins anew", _forget_plateau),
     Rule("ema", "--allow-change ema", "a mean begins at the weights; without one, training goes on with its own"),
     Rule("swa", "--allow-change swa", "a mean of other epochs begins anew; without one, training goes on with its own"),
+    Rule("the loss, or data of a monitor", "--allow-change KEY", "the best value does not count", _compare_anew),
     Rule("early_stopping: a longer patience", "nothing", "a run that it ended goes on", _wait_longer),
     Rule("training data", "--allow-change data", "a begun epoch begins anew", _begin_epoch_anew),
     Rule("task", "--allow-change task", "sums of the begun epoch are dropped", _drop_sums),

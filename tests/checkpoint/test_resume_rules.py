@@ -55,23 +55,41 @@ def test_nothing_follows_where_nothing_changed():
 
 
 ANEW = {"consumed": 0, "epoch_sums": [], "pending": []}
+FORGOTTEN = {"best": None, "waited": 0, "stopped": False}
 
 
 @pytest.mark.parametrize(
     ("changes", "expected", "line"),
     [
         ({"precision": "32"}, {"loss_scale": 65536.0, "good_steps": 0, "skipped": 0}, "precision 16-mixed -> 32: loss"),
-        ({"early_stopping": "max of val_r2"}, {"best": None, "waited": 0, "stopped": False}, "what was best before"),
+        ({"early_stopping": "max of val_r2"}, FORGOTTEN, "what was best before"),
         ({"patience": 5}, {"stopped": False}, "patience 3 -> 5, of which 3 are used"),
         ({"patience": 2}, {}, ""),
         ({"data": DATA | {"train": {"samples": 90, "fingerprint": "c"}}}, ANEW, "others: epoch 3 begins anew"),
         ({"samples": 29}, ANEW, "others: epoch 3 begins anew"),
-        ({"task": {}}, {"epoch_sums": [], "pending": []}, ""),
+        ({"task": FACTS.task | {"metrics": ["top5"]}}, {"epoch_sums": [], "pending": []}, ""),
+        ({"task": FACTS.task | {"loss": "mse"}}, {"epoch_sums": [], "pending": []} | FORGOTTEN, "the loss is another"),
+        ({"data": DATA | {"val": {"samples": 20, "fingerprint": "c"}}}, FORGOTTEN, "the validation data are others"),
     ],
 )
 def test_what_follows_of_a_change(changes, expected, line):
     progress, notes = resumed(**changes)
     assert progress == expected and len(notes) == bool(line) and line in "".join(notes)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "part", "forgotten"),
+    [("val_loss", "val", True), ("val_loss", "train", False), ("train_loss", "train", True), ("none", "val", False)],
+)
+def test_a_plateau_compares_values_of_the_same_data(monitor, part, forgotten):
+    """Of harder ones no value would be as good as the best before, and the rate would fall at every patience."""
+    before = replace(FACTS, plateau=f"min of {monitor}" if monitor != "none" else monitor, early_stopping="none")
+    now = replace(before, data=DATA | {part: {"samples": 20, "fingerprint": "c"}})
+    progress = Progress(step=10, epoch=2, rate_factor=0.5, plateau_best=0.3, plateau_waited=1, stopped=True)
+    notes = carry_over(Resumption(progress, before, now, 100, sums=2, loss_scale=1.0))
+    kept = (progress.plateau_best, progress.plateau_waited) == (0.3, 1)
+    assert kept != forgotten and ("what was best before" in "".join(notes)) == forgotten
+    assert progress.rate_factor == 0.5 and progress.stopped, "it did not end by early stopping"
 
 
 @pytest.mark.parametrize(

@@ -143,3 +143,15 @@ def keras_schedule(variables):
     import keras
 
     return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 100))
+
+
+def keras_mean(variables):
+    import keras
+
+    return keras.optimizers.SGD(0.1, use_ema=True)
+
+
+def keras_scale(variables):
+    import keras
+
+    return keras.optimizers.SGD(0.1, loss_scale_factor=8.0)

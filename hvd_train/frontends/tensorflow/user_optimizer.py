@@ -41,6 +41,7 @@ class UserOptimizer(BucketWeights):
         if not isinstance(rate, keras.Variable):
             what = f"the optimizer's learning rate is a {type(rate).__name__}"
             raise ConfigError(what, where=where, fix="give it a number, which optim.schedule then sets")
+        self._check_fit_only(where)
         self.optimizer.build(self._weights)
         self._kept = {
             f"{PREFIX}/{number:04d}.{v.path.replace('/', '.')}": v
@@ -48,6 +49,16 @@ class UserOptimizer(BucketWeights):
             if v is not rate
         }
         self._check_state(where)
+
+    def _check_fit_only(self, where: str) -> None:
+        """Refuse what needs Keras' ``fit``: it scales the loss, and ends with the mean of the weights."""
+        kind, factor = type(self.optimizer).__name__, self.optimizer.loss_scale_factor
+        if self.optimizer.use_ema:
+            what = f"use_ema of {kind} would end with the weights and not with their mean"
+            raise ConfigError(what, where=where, fix="set ema.decay instead")
+        if factor is not None:
+            what = f"loss_scale_factor of {kind} would divide gradients by {factor}, and the loss is not multiplied"
+            raise ConfigError(what, where=where, fix="leave it out; precision: 16-mixed scales the loss")
 
     def _check_state(self, where: str) -> None:
         """Refuse an optimizer that holds another one, or a variable that Keras does not list among its variables."""

@@ -85,7 +85,13 @@ class Trainer(Training):
         Returns what of it was left behind, a line each.
         """
         self._saver.resumed_from(snapshot)
-        return train_state.restore(self, snapshot)
+        notes, p = train_state.restore(self, snapshot), self.progress
+        # Of an epoch that is as long already as it may be, on fewer ranks or with a lower limit, only the end is left.
+        if p.consumed and not self.finished and self._at_end(-(-p.consumed // self.global_batch)):
+            length = self.frontend.task.length
+            rows = [p.epoch_sums or np.zeros(length), *(row[:length] for row in p.pending)]
+            p.ending, p.epoch_sums, p.pending = True, np.sum(rows, axis=0).tolist(), []
+        return notes
 
     def fit(self) -> dict[str, Any]:
         """Train to the end, or to epoch ``until``; return the run's summary.

@@ -261,6 +261,28 @@ def test_evaluations_and_checkpoints_change_no_number_of_a_mode(tmp_path, mode):
     assert all((first[k] == second[k]).all() for k in first if k.startswith(("weights/", "slots/")))
 
 
+def test_an_epoch_that_is_over_on_fewer_ranks_takes_no_further_step(tmp_path):
+    """Two steps of two ranks are the four of one rank that limit_train_batches allows an epoch; a fifth was made."""
+    keys = {"global_batch_size": None, "batch_size": 4, "limit_train_batches": 4, "log_every_n_steps": 1}
+    c, log = config(**keys, checkpoint={"every_n_steps": 1}, optim={"lr": 0.1, "schedule": "cosine"}), Recorder()
+    with pytest.raises(Stop):
+        run_ranks(2, lambda com: trainer(com, c, tmp_path, KillingLog(3)).fit())
+    hook = EpochLosses()
+    summary, _, _, made = final(1, c, tmp_path, log=log, resume=True, hooks=[hook])
+    assert (summary["epochs"], summary["steps"], summary["train_samples"]) == (3, 2 + 4 + 4, 3 * 16)
+    assert [rate for *_, rate, _ in log.trains] == [made.schedule.rate(step) for step in range(4, 12)]
+    assert [epoch for epoch, *_ in log.vals] == [0, 1, 2]
+    assert all(1e-3 < loss < 10 for loss in hook.seen), "the first epoch has the loss of its two steps"
+
+
+class EpochLosses(Hook):
+    def __init__(self):
+        self.seen = []
+
+    def on_epoch(self, trainer, epoch):
+        self.seen.append(epoch.metrics["train_loss"])
+
+
 def test_a_line_of_the_log_waits_until_nothing_travels(tmp_path):
     """Its sums would wait behind the transfer, which a delay is to hide."""
     log = Recorder()

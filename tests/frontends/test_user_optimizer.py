@@ -123,7 +123,7 @@ KERAS = {
     "keras_wrapper": "'inner' of SGD is an optimizer with slots and rates of its own",
     "keras_variable": "'clock' of SGD is a variable that no checkpoint would have",
     "keras_mean": "use_ema of SGD would end with the weights and not with their mean; .*; set ema.decay instead",
-    "keras_scale": "loss_scale_factor of SGD would divide gradients by 8.0, and the loss is not multiplied; .*; leave it",
+    "keras_scale": "loss_scale_factor of SGD would divide gradients by 8.0, and the loss is not multiplied; .*; leave",
 }
 
 

@@ -326,7 +326,8 @@ class NumpyFrontEnd(StateTree):
         (x,) = batch.inputs.values()
         means = x.reshape(len(x), -1).astype(np.float64).mean(1)
         part = np.array([(means * batch.weights).sum(), batch.weights.sum()], np.float64)
-        self.gathered += self.groups.data.allreduce_async(part, "statistics") if self.groups.data.size > 1 else part
+        part = self.groups.data.allreduce_async(part, "statistics") if self.groups.data.size > 1 else part
+        self.gathered += part if np.isfinite(part).all() else 0.0  # as batch normalization has it
 
     def take_statistics(self):
         self.statistic = self.gathered[:1] / self.gathered[1]

@@ -31,6 +31,11 @@ def joined(rows: Sequence[Tensor], ops: Ops) -> Tensor:
     return ops.concat([total, mean, variance * total])
 
 
+def counting(row: Tensor, ops: Ops) -> Tensor:
+    """Return a row, or zeros, which count nothing, where it is not finite, as of a batch with a NaN."""
+    return ops.where(ops.all_finite(row), row, 0.0)
+
+
 def of_all(row: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
     """Return the means (C,) and the unbiased variances (C,) of a row."""
     channels = (row.shape[0] - 1) // 2

@@ -17,7 +17,7 @@ from hvd_train.errors import Interrupted, NonFiniteError
 from hvd_train.protocol import Placement
 from hvd_train.run_folder.log import NullLog
 from hvd_train.update.state import read
-from tests.core import test_loop
+from tests.core import test_loop, test_swa
 from tests.core.test_loop import CLASSES, Recorder, config, final, same, steps_saved, trainer
 from tests.numpy_frontend import NumpyFrontEnd, run_ranks
 
@@ -67,6 +67,18 @@ def test_skip_leaves_the_step_out_on_all_ranks(tmp_path, one_bad_sample):
         other, again, _, _ = final(size, c, tmp_path / str(size), checks=True)
         assert other["skipped_steps"] == EPOCHS
         close(tree, again)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_the_statistics_of_a_mean_leave_it_out_as_training_did(tmp_path, one_bad_sample, policy):
+    """The pass over the samples after the last epoch took it in, and the run ended with statistics of NaN."""
+    c = config(on_nonfinite=policy, max_epochs=4, checkpoint={"every_n_steps": 2}, log_every_n_steps=2)
+    trees = [
+        final(size, c, tmp_path / str(size), kind=test_swa.kind, checks=policy == "skip")[1]["statistics/norm.mean"]
+        for size in (1, 2)
+    ]
+    assert np.isfinite(trees).all()
+    np.testing.assert_allclose(*trees, rtol=1e-12)
 
 
 def test_skip_lets_the_loss_scale_find_its_way(tmp_path, monkeypatch):

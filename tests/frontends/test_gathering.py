@@ -52,6 +52,26 @@ def test_they_are_those_of_all_samples(framework):
     assert all((moved[k] != x).all() for k, x in found.items())
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_batch_with_a_nan_is_left_out(framework):
+    """Training leaves such steps out with ``on_nonfinite: skip``; one of them would spoil the whole mean at its end."""
+    frontend, (first, bad, last) = passed(framework)
+    bad.inputs["input"][2, 0, 0] = np.nan
+
+    def gathered(batches):
+        assert frontend.begin_statistics()
+        for one in batches:
+            frontend.add_statistics(frontend.to_device(one))
+        frontend.take_statistics()
+        return [x for k, x in sorted(everything(frontend).items()) if k.startswith("statistics/")]
+
+    for batches in ([first, bad, last], [bad, first, last]):
+        for x, expected in zip(gathered(batches), by_numpy(frontend, [first, last]), strict=True):
+            np.testing.assert_allclose(x, expected, rtol=1e-10, atol=1e-13)
+    before = gathered([first, last])
+    assert all((x == y).all() for x, y in zip(gathered([bad]), before, strict=True)), "no sample is left"
+
+
 def test_a_model_without_such_layers_has_none():
     assert not any(opened(framework).begin_statistics() for framework in FRAMEWORKS)
 

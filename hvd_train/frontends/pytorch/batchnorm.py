@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
-from hvd_train.core.batchnorm import combine, input_gradient, joined, of_all, running
+from hvd_train.core.batchnorm import combine, counting, input_gradient, joined, of_all, running
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Communicator, Ops
@@ -44,7 +44,7 @@ class Context:
         return layer in self._rows
 
     def add(self, layer: _Joined, total: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        row, before = torch.cat([total, mean, variance * total]), self._rows[layer]
+        row, before = counting(torch.cat([total, mean, variance * total]), self.ops), self._rows[layer]
         self._rows[layer] = row if before is None else joined([before, row], self.ops)
 
     def gathered(self) -> dict[_Joined, torch.Tensor]:
@@ -216,5 +216,7 @@ class Gathering:
     @torch.no_grad()
     def take_statistics(self) -> None:
         for layer, row in self._batchnorm.gathered().items():
+            if row[0] == 0:  # no sample counts: the statistics of training stay
+                continue
             for target, value in zip((layer.running_mean, layer.running_var), of_all(row, self.ops), strict=True):
                 target.copy_(value)

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_train.core.batchnorm import combine, input_gradient, joined, of_all, running
+from hvd_train.core.batchnorm import combine, counting, input_gradient, joined, of_all, running
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Communicator, Ops, Tensor
@@ -65,8 +65,8 @@ class _Joined(keras.layers.BatchNormalization):
         total, mean, variance = (tf.cast(value, stored) for value in (total, mean, variance))
         if gathers:
             row = self._context.rows[self._wire]
-            both = [row.value(), tf.concat([total, mean, variance * total], 0)]
-            row.assign(joined(both, self._context.ops))
+            new = counting(tf.concat([total, mean, variance * total], 0), self._context.ops)
+            row.assign(joined([row.value(), new], self._context.ops))
             return tf.cast(y, self.compute_dtype)
         old = tf.convert_to_tensor(self.moving_mean), tf.convert_to_tensor(self.moving_variance)
         new = running(old, total, mean, variance, 1.0 - self.momentum, self._context.ops)
@@ -188,7 +188,10 @@ class Gathering:
     def take_statistics(self) -> None:
         self._batchnorm.gathered()
         for layer in self._norms():
-            mean, variance = of_all(self._batchnorm.rows[layer._wire].value(), self.ops)
+            row = self._batchnorm.rows[layer._wire].value()
+            if row[0] == 0:  # no sample counts: the statistics of training stay
+                continue
+            mean, variance = of_all(row, self.ops)
             layer.moving_mean.assign(mean)
             layer.moving_variance.assign(variance)
 

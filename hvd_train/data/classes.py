@@ -18,6 +18,7 @@ from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Sample, Source
 
 LISTED = 20  # names in a message
+TRAINING = "the training part"
 MAX_NAME = 1000  # characters that a checkpoint's manifest takes
 
 
@@ -128,13 +129,15 @@ class Known:
         return Known(one(self.default), {name: one(known) for name, known in self.each.items()}, self.run)
 
     def after(self, train: Source) -> Known:
-        """Return the same for another part of the data, which keeps to the names of the training part."""
+        """Return the same for another part of the data, which keeps to the names or numbers of the training part."""
         labels = train.sample.labels
         known_labels = {}
         for name, label_field in labels.items():
             known = self.label(name, len(labels) == 1)
-            if label_field.names and known.whose != "the run":
-                known = replace(known, names=label_field.names, auto=False, whose=known.whose or "the training part")
+            if label_field.classes and known.whose != "the run":
+                # Also (), of numbers: another part's words would be numbered by themselves.
+                names = label_field.names or ()
+                known = replace(known, names=names, auto=False, whose=known.whose or TRAINING)
             known_labels[name] = replace(known, samples=len(train), trained=label_field.classes)
         return Known(self.default, known_labels, self.run)
 

@@ -7,7 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.data.classes import MAX_NAME, Classes, Lookup, Words, by_number, listing, named, two_meanings, values_of
+from hvd_train.data.classes import (
+    MAX_NAME,
+    TRAINING,
+    Classes,
+    Lookup,
+    Words,
+    by_number,
+    listing,
+    named,
+    two_meanings,
+    values_of,
+)
 from hvd_train.data.column import Column
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field
@@ -15,6 +26,7 @@ from hvd_train.protocol import Field
 SCAN = 1 << 20  # labels looked at together
 # Labels below this are looked for without sorting.
 MARKS = 1 << 20
+NO_CODE = -1  # of no word
 NO_LABEL = 255  # in masks that are stored as bytes: of places that do not count
 
 
@@ -41,11 +53,16 @@ def class_column(
     names, remarks = known.names, tuple[str, ...]()
     lookup: Lookup | None = None
     if isinstance(labels, Words):
-        names, count, lookup = _word_classes(title, labels, known, where, ignore)
+        names, count, lookup, masked = _word_classes(title, labels, known, where, ignore)
     elif known.auto or values_of(names or ()) is not None:
         names, count, lookup = _listed_classes(labels, distinct, known, where, ignore)
     else:
         count, remarks = _numbered_classes(title, labels, distinct, known, where, at_places=bool(shape))
+    if names and 0 <= ignore < len(names) and names[ignore] != str(ignore) and values_of(names) is not None:
+        # Once numbered, the labels of that class could not be told from those that do not count.
+        what = f"class {names[ignore]} gets the number {ignore}, which task.ignore_index takes for no label"
+        fix = "leave data.classes out; or store what does not count as -100, and leave task.ignore_index out"
+        raise DataError(what, where=where, fix=fix)
     long = next((name for name in names or () if len(name) > MAX_NAME), None)
     if long:
         raise DataError(f"{title} hold a class of {len(long):,} characters: '{long[:60]}...'", where=where)
@@ -91,7 +108,7 @@ def _numbered_classes(
         what = f"labels up to {high:,} are {high + 1:,} classes, and there are {len(labels):,} samples"
         fix = f"set data.classes: auto to number the {len(distinct):,} that occur, or list them"
         raise DataError(what, where=where, fix=f"{fix}; or data.num_classes, if there are so many")
-    if of_run:
+    if of_run or (names and known.whose == TRAINING):
         return count or high + 1, (by_number(title, names),) if names else ()
     if at_places:
         return count or high + 1, _remark_on_places(title, distinct) if count is None and not known.samples else ()
@@ -125,15 +142,18 @@ def _remarks_on_classes(title: str, distinct: list[int], count: int, known: Clas
 
 def _word_classes(
     title: str, words: Words, known: Classes, where: str, ignore: int
-) -> tuple[tuple[str, ...], int, Lookup | None]:
-    """Number labels that are words: return the names, their count, and the numbers of the words' codes."""
+) -> tuple[tuple[str, ...], int, Lookup | None, bool]:
+    """Number labels that are words: return the names, their count, and the numbers of the words' codes.
+
+    Also return whether the class whose number is ``ignore`` occurs.
+    """
     names = known.names
     if names is None:
         names = words.names
         if known.whose == "the run" and known.count not in (None, len(names)):
             what = f"{title} are {listing(names)}, and the run has {known.count} classes whose names it does not know"
             raise DataError(what, where=where, fix="give data.classes: all its names, in the order of the training")
-    numbers = {name: k for k, name in enumerate(names or map(str, range(known.count or 0)))}
+    numbers = {name: k for k, name in enumerate(names or map(str, range(known.count or known.trained or 0)))}
     used = np.unique(words.codes).tolist()
     strange = [words.names[code] for code in used if words.names[code] not in numbers]
     if strange and not names:
@@ -145,7 +165,9 @@ def _word_classes(
         what = f"{title} are {len(names)} classes, {listing(names)}, and data.num_classes is {known.count}"
         raise DataError(what, where=where, fix="leave it out, or mend the labels")
     places = [numbers.get(name, -1) for name in words.names]
-    return names, max(known.count or 0, len(numbers)), Lookup.of(range(len(places)), places, ignore)
+    masked = any(places[code] == ignore for code in used)
+    # A code is not a label: none of them is ignored before it is numbered.
+    return names, max(known.count or 0, len(numbers)), Lookup.of(range(len(places)), places, NO_CODE), masked
 
 
 def _distinct(labels: Any, ignore: int) -> tuple[list[int], bool]:

@@ -341,3 +341,25 @@ def test_names_that_are_none_are_refused():
     with pytest.raises(ConfigError, match="data.num_classes: 1, and data.classes names 2"):
         load_config(None, ["data.classes=[a, b]", "data.num_classes=1"])
     assert load_config(None, ["data.classes=[10, 2]"]).data.classes == ["10", "2"]
+
+
+def test_words_of_another_part_keep_the_numbers_of_the_training_part(tmp_path):
+    """Training labels 0, 1, 2 and a validation part of '1' and '2': they were numbered anew, 0 and 1."""
+    texts = np.array(["0", "1", "2"])
+
+    def parts(of_training, of_val):
+        return open_data(DataConfig(name="own"), user_data=((X, of_training), (X[Y > 0], of_val[Y > 0])))
+
+    data = parts(Y, texts[Y])
+    assert data.val.fetch(np.arange(len(data.val)))[1]["label"].tolist() == Y[Y > 0].tolist()
+    assert data.sample.labels["label"].names == () and data.sample.num_classes == 3
+    with pytest.raises(DataError, match="labels are words, bee, cow, and the classes of the training part are numbers"):
+        parts(Y, np.array(WORDS)[Y])
+    data = parts(np.array(WORDS)[Y], Y)
+    assert data.remarks == ["labels are whole numbers without names: they are taken as ant 0, bee 1, cow 2"]
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    table(folder / "train.csv", y=Y)
+    table(folder / "val.parquet", y=texts[Y])
+    val = open_data(config("table", folder, labels="y")).val
+    assert val.fetch(np.arange(len(val)))[1]["label"].tolist() == Y.tolist()

@@ -26,13 +26,19 @@ from hvd_train.errors import DataError
 from hvd_train.protocol import Source
 
 
+def _of_classes(task: TaskConfig) -> TaskConfig:
+    """Return the task for data whose labels are classes whatever the loss is, as a loss of the user's may take them."""
+    return TaskConfig(ignore_index=task.ignore_index)
+
+
 def _digits(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
     """handwritten digits, 1 797 images of 8 x 8 (built in; image_size resizes)"""
     images, labels = formats.read_digits()
     images = (images / 16).astype(np.float32)
     if config.image_size:
         images = formats.resize(images, config.image_size)
-    return Whole(Arrays(images, labels, "digits", known(config, request, 10), images=True), 0.2)
+    classes, counted = known(config, request, 10), _of_classes(task)
+    return Whole(Arrays(images, labels, "digits", classes, counted, images=True), 0.2)
 
 
 def _diabetes(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
@@ -52,7 +58,7 @@ def _idx(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
             raise DataError(f"{len(images)} images in {files[0].name}, {len(labels)} labels", where=str(files[1]))
         if config.image_size and images.shape[1:] != (config.image_size, config.image_size):
             images = formats.resize(images, config.image_size)
-        parts.append(Arrays(images, labels, str(files[0]), classes, images=True))
+        parts.append(Arrays(images, labels, str(files[0]), classes, _of_classes(task), images=True))
         classes = classes.after(parts[0])
     return {"train": parts[0], "val": parts[1]}
 
@@ -133,7 +139,7 @@ def _imagefolder(config: DataConfig, task: TaskConfig, request: DataRequest) -> 
     if not request.run:  # whose classes are known
         images.check_no_class_is_empty(listed["train"])
     remarks = [f"not read in {folder}: {', '.join(others)}"] * bool(others)
-    return _image_parts(listed, _colored(listed, request), config, request, remarks)
+    return _image_parts(listed, _colored(listed, request), config, task, request, remarks)
 
 
 def _webdataset(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
@@ -147,7 +153,7 @@ def _webdataset(config: DataConfig, task: TaskConfig, request: DataRequest) -> P
         for part, files in shards.items()
         if part != "test" or request.reads_test
     }
-    return _image_parts(listed, _colored(listed, request), config, request)
+    return _image_parts(listed, _colored(listed, request), config, task, request)
 
 
 def _colored(listed: Mapping[str, images.Listing], request: DataRequest) -> bool:
@@ -161,13 +167,14 @@ def _image_parts(
     listed: Mapping[str, images.Listing],
     colored: bool,
     config: DataConfig,
+    task: TaskConfig,
     request: DataRequest,
     remarks: Sequence[str] = (),
 ) -> Parts:
     classes = known(config, request)
-    train = _images(listed["train"], classes, colored, config, request, remarks)
+    train = _images(listed["train"], classes, colored, config, task, request, remarks)
     made = {
-        part: _images(listing, classes.after(train), colored, config, request)
+        part: _images(listing, classes.after(train), colored, config, task, request)
         for part, listing in listed.items()
         if part != "train"
     }
@@ -179,6 +186,7 @@ def _images(
     classes: Known,
     colored: bool,
     config: DataConfig,
+    task: TaskConfig,
     request: DataRequest,
     remarks: Sequence[str] = (),
 ) -> Arrays:
@@ -187,7 +195,8 @@ def _images(
     remarks = [*remarks, *filter(None, [listing.note]), *images.remarks_on_pixels(listing)]
     if listing.colored and not colored:
         remarks.append(f"{listing.where} holds images in color, which are read as gray: those of the training are")
-    source = Arrays(inputs, labels, str(listing.where), classes, images=True, remarks=remarks)
+    where = str(listing.where)
+    source = Arrays(inputs, labels, where, classes, _of_classes(task), images=True, remarks=remarks)
     source.files = [str(path) for path in listing.files]
     return source
 
@@ -206,7 +215,8 @@ def _cifar10(config: DataConfig, task: TaskConfig, request: DataRequest) -> Part
     for part, name in (("train", "data"), ("val", "test")):
         images, numbers = formats.read_cifar10(inner if inner.is_dir() else folder, name)
         labels = numbers if config.classes else Words(numbers, formats.CIFAR_CLASSES)
-        parts[part] = Arrays(images, labels, str(folder), known(config, request, 10), images=True)
+        classes = known(config, request, 10)
+        parts[part] = Arrays(images, labels, str(folder), classes, _of_classes(task), images=True)
     return parts
 
 
@@ -214,8 +224,8 @@ def _synthetic(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
     """num_samples made-up samples of input_shape, for timing; needs no memory"""
     n, classes = config.num_samples, config.num_classes or 10
     held = max(1, int(n * config.val_fraction))
-    val = Synthetic(held, config.input_shape, classes, start=n)
-    return {"train": Synthetic(n, config.input_shape, classes), "val": val}
+    val = Synthetic(held, config.input_shape, classes, n, task.ignore_index)
+    return {"train": Synthetic(n, config.input_shape, classes, 0, task.ignore_index), "val": val}
 
 
 def _text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
@@ -231,7 +241,8 @@ def _text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
         what = f"{len(data):,} bytes are too few for a training and a validation sample of {length}"
         raise DataError(what, where=str(path), fix=f"give at least {2 * length + 1:,}, or lower data.sequence_length")
     held = min(count - 1, max(1, round(count * config.val_fraction)))
-    return {"train": Text(data, length, 0, count - held), "val": Text(data, length, count - held, count)}
+    parts = {"train": (0, count - held), "val": (count - held, count)}
+    return {name: Text(data, length, *part, task.ignore_index) for name, part in parts.items()}
 
 
 def _masked_text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:

@@ -47,9 +47,11 @@ def _check_task(manifest: Manifest, sample: Sample, config: DataConfig, task: Ta
         if config.num_classes and field.classes and config.num_classes != field.classes:
             what = f"packed with {field.classes} classes, and data.num_classes is {config.num_classes}"
             raise DataError(what, where=str(folder), fix="leave it out, or set it when packing")
-        if field.masked and task.ignore_index != manifest.ignore_index:
+        ignored = field.masked or 0 <= task.ignore_index < (field.classes or 0)
+        if ignored and task.ignore_index != manifest.ignore_index:
             what = f"packed with ignore_index {manifest.ignore_index}, and task.ignore_index is {task.ignore_index}"
-            raise DataError(what, where=str(folder), fix=f"set task.ignore_index: {manifest.ignore_index}")
+            fix = f"set task.ignore_index: {manifest.ignore_index}, or pack again with this one"
+            raise DataError(what, where=str(folder), fix=fix)
 
 
 class Packed:

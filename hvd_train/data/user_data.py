@@ -17,7 +17,7 @@ from hvd_train.data.dataset import DataRequest, Parts, known
 from hvd_train.data.ragged import RaggedRows, check_lengths, is_ragged, ragged_rows
 from hvd_train.data.streams import Stream
 from hvd_train.errors import DataError
-from hvd_train.protocol import Fields, Source
+from hvd_train.protocol import Field, Fields, Source
 
 
 def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_data: Any) -> Parts:
@@ -131,9 +131,8 @@ class UserSource:
             raise DataError("data.classes: auto looks at all labels, and fetch gives some", where=where, fix=fix)
         classes = classes.with_count(getattr(user_source, "num_classes", None))
         self._template = Arrays(inputs, labels, where, classes, task, images=images)
-        # One sample does not show whether others have places without a label.
-        fields = self._template.sample.labels
-        labels = {name: replace(field, masked=bool(field.classes and field.shape)) for name, field in fields.items()}
+        fields, ignore = self._template.sample.labels, task.ignore_index
+        labels = {name: replace(field, masked=_may_be_masked(field, ignore)) for name, field in fields.items()}
         self.sample, self.note = replace(self._template.sample, labels=labels), self._template.note
 
     def __len__(self) -> int:
@@ -151,6 +150,11 @@ class UserSource:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise DataError(f"fetch failed: {reason}", where=self._where) from error
+
+
+def _may_be_masked(field: Field, ignore: int) -> bool:
+    """Return whether some samples may have no label, or places without one: the first sample does not show it."""
+    return bool(field.classes and (field.shape or 0 <= ignore < field.classes))
 
 
 class RaggedSource(UserSource):

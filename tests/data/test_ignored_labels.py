@@ -4,10 +4,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from hvd_train.config import Config, TaskConfig
+from hvd_train.config import Config, DataConfig, TaskConfig
 from hvd_train.data.arrays import Arrays
+from hvd_train.data.catalog import open_data, pack
 from hvd_train.data.loader import Loader
+from hvd_train.data.packing import Alone
+from hvd_train.errors import DataError
 from hvd_train.frontends.serial import Serial
 from hvd_train.jobs.confusion import confusion
 from hvd_train.jobs.mistakes import mistakes
@@ -38,3 +42,63 @@ def test_the_label_of_places_that_do_not_count_may_be_0(ignored, zeros):
     """The accuracy left them out, and the matrix beside it held them."""
     assert confusion(job(ignored)).tolist() == [[0, zeros, 0], [0, 2, 0], [0, 3, 0]]
     assert len(mistakes(job(ignored))) == 3 + zeros
+
+
+def opened(labels, ignored, classes=None):
+    part = np.zeros((len(labels), 2), np.float32), labels
+    return open_data(DataConfig(name="own", classes=classes), TaskConfig(ignore_index=ignored), user_data=(part, part))
+
+
+@pytest.mark.parametrize("classes", ["auto", [1, 2, 3], [3, 2, 1]], ids=str)
+def test_a_class_that_gets_the_number_of_no_label_is_refused(classes):
+    """Of the labels 0 to 3 with 0 ignored, those of class 1 got the number 0 and were ignored, too."""
+    labels = np.arange(12) % 4
+    with pytest.raises(DataError, match=r"class [13] gets the number 0, which task.ignore_index takes for no label"):
+        opened(labels, 0, classes)
+    texts = labels[labels > 0].astype(str)
+    with pytest.raises(DataError, match="gets the number 0"):
+        opened(texts, 0)
+    data = opened(labels - 1, -1, "auto")  # -1 is no number of a class
+    assert data.train.fetch(np.arange(4))[1]["label"].tolist() == [-1, 0, 1, 2]
+    assert opened(labels, 0).sample.labels["label"].classes == 4
+
+
+def test_one_class_of_words_is_ignored_by_its_number():
+    """bee, ant and cow in this order, and 0 ignored: ant kept its place 0 in the alphabet, so both did not count."""
+    words = np.array(["ant", "bee", "cow"])[np.arange(12) % 3]
+    for classes, wanted in ((["bee", "ant", "cow"], [1, 0, 2]), (None, [0, 1, 2])):
+        data = opened(words, 0, classes)
+        assert data.train.fetch(np.arange(3))[1]["label"].tolist() == wanted
+        assert data.sample.labels["label"].masked and not opened(words, 3, classes).sample.labels["label"].masked
+
+
+@pytest.mark.parametrize("ignored", [-100, 3])
+def test_built_in_data_ignore_a_class_too(tmp_path, ignored):
+    """They knew -100 alone: with task.ignore_index: 3 all samples counted, without a word."""
+    text, folder = tmp_path / "a.txt", tmp_path / "images"
+    text.write_bytes(bytes(range(200)) * 10)
+    for number in range(8):
+        (folder / f"c{number // 2}").mkdir(parents=True, exist_ok=True)
+        Image.new("L", (4, 4)).save(folder / f"c{number // 2}" / f"{number}.png")
+    settings = {"digits": {}, "synthetic": {"num_samples": 20}, "text": {"path": str(text), "sequence_length": 8}}
+    task = TaskConfig(ignore_index=ignored)
+    for name, keys in (settings | {"imagefolder": {"path": str(folder)}}).items():
+        data = open_data(DataConfig(name=name, **keys), task)
+        assert data.sample.labels["label"].masked == (ignored == 3), name
+
+    class Own:
+        fingerprint, num_classes = "a", 4
+        __len__, fetch = (lambda self: 8), (lambda self, rows: (np.ones((len(rows), 2)), rows % 4))
+
+    data = open_data(DataConfig(name="own"), task, user_data=(Own(), Own()))
+    assert data.sample.labels["label"].masked == (ignored == 3)
+
+
+def test_packed_labels_are_not_ignored_later(tmp_path):
+    """Packed with 5 as a class, and trained with task.ignore_index: 5: it was learned as a class."""
+    np.savez(tmp_path / "a.npz", x=np.zeros((12, 2), np.float32), y=np.arange(12) % 6)
+    pack(DataConfig(name="npz", path=str(tmp_path / "a.npz")), TaskConfig(), tmp_path / "packed", Alone())
+    settings = DataConfig(name="packed", path=str(tmp_path / "packed"))
+    with pytest.raises(DataError, match="packed with ignore_index -100, and task.ignore_index is 5"):
+        open_data(settings, TaskConfig(ignore_index=5))
+    assert open_data(settings, TaskConfig(ignore_index=255)).sample.num_classes == 6

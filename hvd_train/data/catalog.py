@@ -76,8 +76,8 @@ def open_data(
     else:
         _check_names(parts, config)
         _check_several_classes(parts, config, task)
-        if config.target == "labels" and request.labels:
-            check_values(parts, task, where)
+    if config.target == "labels" and request.labels:
+        check_values(parts, task, where)
     chosen = None
     if config.sampling and request.split is None:
         parts["train"] = balanced = Balanced(parts["train"], task.ignore_index)
@@ -89,7 +89,7 @@ def open_data(
         first.remarks = (*getattr(first, "remarks", ()), *on_normalization(request.run, first.sample))  # type: ignore
     if config.target == "inputs":
         parts = {name: InputsAsLabels(part) for name, part in parts.items()}
-        if not request.run:
+        if request.labels:
             check_values(parts, task, where, of_inputs=True)
     if config.lengths:
         parts = _with_lengths(parts, varying, config, chosen)

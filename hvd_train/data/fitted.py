@@ -58,22 +58,33 @@ class Fitted:
         self.fingerprint, self.note = source.fingerprint, getattr(source, "note", "")
         self.files, self.rows = getattr(source, "files", ()), getattr(source, "rows", None)
         self.ordered, self.remarks = getattr(source, "ordered", False), (*getattr(source, "remarks", ()), *remarks)
+        if hasattr(source, "label"):
+            self.label = self._label
 
     def __len__(self) -> int:
         return len(self._source)
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
         inputs, labels = self._source.fetch(indices)
-        # Labels that nobody looks at: batches have the fields of the run all the same.
-        zeros = {
-            name: np.zeros((len(indices), *field.shape), field.dtype)
-            for name, field in self.sample.labels.items()
-            if name not in self._labels
-        }
         return (
             {name: field_map(inputs) for name, field_map in self._inputs.items()},
-            zeros | {name: field_map(labels) for name, field_map in self._labels.items()},
+            {
+                name: self._labels[name](labels) if name in self._labels else self._zeros(name, len(indices))
+                for name in self.sample.labels
+            },
         )
+
+    def _zeros(self, name: str, count: int) -> np.ndarray:
+        """Return labels that nobody looks at: batches have the fields of the run all the same."""
+        field = self.sample.labels[name]
+        return np.zeros((count, *field.shape), field.dtype)
+
+    def _label(self, name: str, places: np.ndarray) -> np.ndarray:
+        """Return the labels of this name, (k, ...), of the samples at these places (k,); no input is read."""
+        if name not in self._labels:
+            return self._zeros(name, len(places))
+        field_map = self._labels[name]
+        return field_map({field_map.name: self._source.label(field_map.name, places)})  # type: ignore[attr-defined]
 
 
 def as_run(source: Source, run: Sample, labels: bool, where: str, ignore: int) -> Source:

@@ -1,10 +1,14 @@
 """Labels whose values cannot be what the loss and the metrics take them for are refused, in one line."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data.catalog import open_data
+from hvd_train.data.dataset import DataRequest
+from hvd_train.data.fitted import as_run
 from hvd_train.errors import DataError
 from hvd_train.jobs.messages import same_parts
 from tests.data.files import RNG, write
@@ -134,3 +138,35 @@ def test_times_of_arrays_that_32_bits_round_are_told():
         times.astype(np.int64),
     ):
         assert not opened(BITS, quiet).remarks
+
+
+def test_labels_of_an_evaluation_are_looked_at_too():
+    """A run of 0 and 1, and other data of 1 and 2: a loss below zero, and each answer of yes was right."""
+    task, run = TaskConfig(loss="bce"), opened(BITS, task={"loss": "bce"}).sample
+
+    def score(labels, split="val", labelled=True):
+        parts = (X[:10], labels[:10]), (X[10:], labels[10:])
+        request = DataRequest(run, split, labelled)
+        return open_data(DataConfig(name="npz"), task, parts, request)
+
+    late = BITS + (np.arange(N) == N - 1) * 2  # the last one only
+    for labels in (BITS + 1, 2 * BITS - 1, late):
+        with pytest.raises(DataError, match="task.loss: bce takes 0 to 1"):
+            score(labels)
+        score(labels, "all", labelled=False)
+    assert score(BITS).parts["val"].fetch(np.arange(2))[1]["label"].tolist() == [0, 1]
+    images = open_data(DataConfig(name="npz", target="inputs"), task, ((IMAGES, BITS), (IMAGES, BITS))).sample
+    with pytest.raises(DataError, match="task.loss: bce takes 0 to 1"):
+        others = (5 * IMAGES, BITS), (5 * IMAGES, BITS)
+        open_data(DataConfig(name="npz", target="inputs"), task, others, DataRequest(images, "val"))
+
+
+def test_labels_are_read_alone_where_the_data_do():
+    """The run's names of fields and classes stand for those of the data; only the first 64 samples were looked at."""
+    run = opened(np.array(["ant", "bee"])[BITS]).sample
+    parts = ((X, np.array(["bee", "ant"])[BITS]),) * 2
+    part = open_data(DataConfig(name="npz"), user_data=parts, request=DataRequest(run, "val")).parts["val"]
+    fitted = as_run(part, replace(run, inputs={"x": run.inputs["input"]}), True, "here", -100)
+    assert fitted.label("label", np.arange(N)).tolist() == fitted.fetch(np.arange(N))[1]["label"].tolist()
+    unread = as_run(part, replace(run, inputs={"x": run.inputs["input"]}), False, "here", -100)
+    assert unread.label("label", np.arange(3)).tolist() == [0, 0, 0]

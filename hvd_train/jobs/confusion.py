@@ -68,6 +68,11 @@ def outputs_of(job: Job, batch: Batch) -> np.ndarray:
     return one_or_all(outputs) if isinstance(outputs, dict) else outputs
 
 
+def classes_of(labels: np.ndarray, field: Field) -> np.ndarray:
+    """Return labels as classes: of shares of yes, as from a mask that was resized, 1 is what lies above a half."""
+    return labels if field.classes else (labels > 0.5).astype(np.int64)
+
+
 def labeled(job: Job, labels: np.ndarray, field: Field, classes: int) -> np.ndarray:
     """Return where labels are classes; ``task.ignore_index`` is not one, also where it lies among their numbers."""
     ignored = (labels == job.config.task.ignore_index) if field.masked else np.zeros(labels.shape, bool)
@@ -76,7 +81,7 @@ def labeled(job: Job, labels: np.ndarray, field: Field, classes: int) -> np.ndar
 
 def _pairs(job: Job, batch: Batch, outputs: np.ndarray, field: Field, classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the true and the predicted class of each place that has a label, (places,) each."""
-    labels = one_or_all(dict(batch.labels))[: batch.count].reshape(-1)
+    labels = classes_of(one_or_all(dict(batch.labels))[: batch.count].reshape(-1), field)
     predicted = (outputs.argmax(-1) if field.classes else (outputs > 0).astype(int)).reshape(-1)
     there = labeled(job, labels, field, classes)
     # A model may have more outputs than there are classes: what is none of them is left out.

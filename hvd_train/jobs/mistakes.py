@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hvd_train.errors import ConfigError
-from hvd_train.jobs.confusion import label_of, labeled, names_of, outputs_of
+from hvd_train.jobs.confusion import classes_of, label_of, labeled, names_of, outputs_of
 from hvd_train.jobs.job import Job
 from hvd_train.jobs.prediction_files import sample_names, softmax
 from hvd_train.protocol import Field, one_or_all
@@ -36,7 +36,7 @@ def mistakes(job: Job) -> list[Mistake]:
     worst: list[Mistake] = []
     for batch in job.loader(job.split).evaluation():
         outputs = outputs_of(job, batch)[: batch.count]
-        labels = one_or_all(dict(batch.labels))[: batch.count]
+        labels = classes_of(one_or_all(dict(batch.labels))[: batch.count], field)
         chances = _chances(outputs.reshape(len(outputs), -1) if field.classes else outputs.reshape(-1, 1))
         predicted = chances.argmax(1)
         wrong = (predicted != labels) & labeled(job, labels, field, classes)

@@ -19,19 +19,17 @@ from hvd_train.jobs.mistakes import mistakes
 LABELS = np.array([0, 0, 1, 2, 2, 1, 0, 2])
 
 
-def job(ignored):
+def job(ignored, labels=LABELS, task=None, predict=lambda batch: np.tile(np.eye(3)[1], (len(batch.weights), 1))):
     """A job whose model says class 1 of every sample."""
-    task = TaskConfig(ignore_index=ignored)
-    part = Arrays(np.zeros((len(LABELS), 2), np.float32), LABELS, "here", 3, task)
+    task = task or TaskConfig(ignore_index=ignored)
+    part = Arrays(np.zeros((len(labels), 2), np.float32), labels, "here", 3, task)
     serial = Serial()
     return SimpleNamespace(
         config=Config(task=task),
         data=SimpleNamespace(sample=part.sample),
         split="val",
         loader=lambda split: Loader(part, global_batch=3),
-        frontend=SimpleNamespace(
-            to_device=lambda batch: batch, predict=lambda batch: np.tile(np.eye(3)[1], (len(batch.weights), 1))
-        ),
+        frontend=SimpleNamespace(to_device=lambda batch: batch, predict=predict),
         session=SimpleNamespace(groups=SimpleNamespace(data=serial)),
         communicator=serial,
     )
@@ -42,6 +40,16 @@ def test_the_label_of_places_that_do_not_count_may_be_0(ignored, zeros):
     """The accuracy left them out, and the matrix beside it held them."""
     assert confusion(job(ignored)).tolist() == [[0, zeros, 0], [0, 2, 0], [0, 3, 0]]
     assert len(mistakes(job(ignored))) == 3 + zeros
+
+
+def test_shares_of_yes_are_classes():
+    """With loss bce, 0.9 is a yes for the accuracy; for the matrix it was a no, and each one was a mistake."""
+    labels = np.array([0.9, 0.1, 0.6, 0.0, 1.0, 0.2], np.float32)
+    soft = job(-100, labels, TaskConfig(loss="bce"), predict=lambda batch: np.where(batch.labels["label"] > 0.5, 3, -3))
+    assert confusion(soft).tolist() == [[3, 0], [0, 3]] and mistakes(soft) == []
+    soft.frontend.predict = lambda batch: np.full(len(batch.weights), 3.0)
+    assert confusion(soft).tolist() == [[0, 3], [0, 3]]
+    assert sorted(index for _, index, *_ in mistakes(soft)) == [1, 3, 5]
 
 
 def opened(labels, ignored, classes=None):

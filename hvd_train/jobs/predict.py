@@ -62,7 +62,7 @@ def predict(
     with trained_job(config, which, split, verbose, labels=False) as job:
         communicator, split = job.communicator, job.split
         total = len(job.data.parts[split])
-        files: dict[str, ArrayFile] = {}
+        files, shapes = dict[str, ArrayFile](), dict[str, tuple[int, ...]]()
         try:
             # A file has one shape, so outputs at the places of samples must have it, too.
             at_places = any(field.shape for field in job.data.sample.labels.values())
@@ -70,7 +70,8 @@ def predict(
                 outputs = job.frontend.predict(job.frontend.to_device(batch))
                 for name, rows in (outputs if isinstance(outputs, dict) else {"": outputs}).items():
                     if name not in files:
-                        files[name] = _new_file(job, names, name, _file_of(output, name), overwrite)
+                        files[name] = _new_file(job, names, name, rows, _file_of(output, name), overwrite)
+                    _check_shape(shapes.setdefault(name, rows.shape[1:]), rows)
                     _write_rows(files[name], rows, batch, communicator, total)
             for file in files.values():
                 collectively(communicator, file.close)
@@ -84,20 +85,32 @@ def predict(
     return 0
 
 
-def _new_file(job: Job, names: bool, name: str, output: Path, overwrite: bool) -> ArrayFile:
-    """Make the file of the output ``name``."""
-    labels = job.data.sample.labels
+def _new_file(job: Job, names: bool, name: str, rows: np.ndarray, output: Path, overwrite: bool) -> ArrayFile:
+    """Make the file of the output ``name``; ``rows``: some of it."""
+    sample, labels = job.data.sample, job.data.sample.labels
     field = labels.get(name) or one_or_all(labels)
     if not names:
         return ArrayFile(output, overwrite)
     if not isinstance(field, Field) or field.shape:
         what = "the model gives a class for each place of a sample"
         raise ConfigError(what, where="--names", fix="leave it out: the numbers are written as .npy", common=True)
+    wanted = max(2, field.classes or sample.told_classes or 0)
+    if rows.ndim != 2 or rows.shape[1] < wanted:  # of one number, the largest is always the first
+        what = f"the model gives {rows.shape[1:]} for a sample, and not a number for each of {wanted} classes"
+        raise ConfigError(what, where="--names", fix="leave it out: the numbers are written as .npy", common=True)
     return ClassTable(output, overwrite, field.names or (), job.data.parts[job.split])
 
 
 def _file_of(output: Path, name: str) -> Path:
     return output.with_name(f"{output.stem}.{name}{output.suffix}") if name else output
+
+
+def _check_shape(first: tuple[int, ...], rows: np.ndarray) -> None:
+    """Refuse rows of another shape than the ``first`` ones: a file has one. All ranks have the same."""
+    if rows.shape[1:] != first:
+        what = f"the model gives {first} for some samples and {rows.shape[1:]} for others"
+        fix = "with data.lengths, let the model give one shape, or train it with a label at each place"
+        raise ConfigError(what, where="predict", fix=fix, common=True)
 
 
 def _write_rows(file: ArrayFile, rows: np.ndarray, batch: Batch, communicator: Communicator, total: int) -> None:

@@ -9,11 +9,13 @@ import numpy as np
 from hvd_train.metrics.metric import Metric, Predictions
 from hvd_train.protocol import Tensor
 
+EPSILON = 2.0**-52  # of numbers in 64 bits
+
 
 class R2(Metric):
     """1 - sum of (z - y)^2 / sum of (y - mean of y)^2, over all numbers together (Wright 1921).
 
-    The sums are W, the sum of y, of y^2 and of (z - y)^2.
+    It is nan where all labels are equal. The sums are W, the sum of y, of y^2 and of (z - y)^2.
     """
 
     length = 4
@@ -27,4 +29,6 @@ class R2(Metric):
     def result(self, sums: np.ndarray) -> float:
         count, first, second, residual = map(float, sums)
         spread = second - first**2 / count if count else 0.0
-        return 1 - residual / spread if spread > 0 else math.nan
+        # Equal labels leave what rounding left of the squares, about its standard deviation over so many sums.
+        least = 4 * EPSILON * math.sqrt(count) * second
+        return 1 - residual / spread if spread > least else math.nan

@@ -321,6 +321,20 @@ def test_a_share_of_nothing_is_0():
     assert (found["f1"], found["precision"], found["recall"]) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("label", [0.1, 1 / 3, 123.456, 0.0, -2e5])
+def test_r2_of_equal_labels_is_not_a_number(label):
+    """Of 1,003 labels 0.1 in batches it was -7e16: what rounding had left of the sums was their spread."""
+    metric = METRICS["r2"].metric_class(None)
+    for count in (1, 7, 1003, 20_000):
+        y = np.full(count, label, np.float32).astype(np.float64)
+        parts = np.array_split(y, -(-count // 13))
+        sums = sum(np.array([len(x), x.sum(), (x**2).sum(), 0.25 * len(x)]) for x in parts)
+        assert math.isnan(metric.result(sums)), count
+        other = y + 1e-4 * max(abs(label), 1) * (np.arange(count) % 2)
+        sums = np.array([count, other.sum(), (other**2).sum(), 0.0])
+        assert math.isnan(metric.result(sums)) if count == 1 else metric.result(sums) == 1
+
+
 def test_r2_of_labels_far_from_zero_in_32_bits():
     """Years, prices: their squares take all the digits that there are."""
     task, z, y = made("mse", ["r2"], "numbers", ())

@@ -126,8 +126,8 @@ def _of_repeats(sweep: Sweep) -> list[str]:
     lines, one = [table(*repeats.shown(sweep)), *repeats.notes(sweep)], repeats.best_group(sweep)
     if one is not None:
         config = one.trials[0].config
-        # All data and the first seed: what was repeated was for the comparison.
-        data = config.data.model_copy(update={"fold": None})
+        # All data and the first seed: what was repeated was for the comparison. A fold of the user's stays.
+        data = config.data.model_copy(update={"fold": None} if repeats.FOLD in sweep.repeats else {})
         chosen = config.model_copy(update={"run_dir": str(sweep.folder / "best"), "data": data})
         put(sweep.folder / "best.yaml", resolved_yaml(chosen).encode())
         picture(sweep.folder / "results.png", sweep, one.trials, f"{one.description} by its mean")

@@ -96,6 +96,21 @@ def test_a_mean_without_trials_whose_value_is_not_a_number_is_told_and_not_the_b
     assert finish(sweep).count(line) == 1
 
 
+def test_the_best_configuration_keeps_a_fold_that_was_not_repeated(tmp_path):
+    """With --seeds alone best.yaml lost data.fold of the user, and held out other samples than all trials."""
+    for place, (values, wanted) in enumerate([({"seeds": 2}, [0, 4]), ({"folds": 2}, None)]):
+        again = repeats(values.get("folds"), values.get("seeds"), 4)
+        sets = [word for word in TINY if "=" in word] + ["data.fold=[0, 4]"]
+        folder = tmp_path / str(place)
+        trials = plan(None, sets, ["optim.lr=0.1"], None, 0, folder, again)
+        sweep = Sweep(folder, trials, ladder(trials, None), list(again))
+        begin(sweep, resume=False)
+        for trial in trials:
+            (folder / trial.name / "summary.json").write_text(json.dumps({"val_loss": 1.0, "samples_per_second": 1.0}))
+        finish(sweep)
+        assert load_config(folder / "best.yaml").data.fold == wanted
+
+
 def test_both_together(tmp_path):
     sweep = made(tmp_path, range(12), folds=3, seeds=2)
     values = [tuple(map(str, trial.values.values())) for trial in sweep.trials]

@@ -11,7 +11,7 @@ import sys
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -310,6 +310,19 @@ def _refuse_foreign(path: Path, name: str, file: Any) -> None:
         what = "kept in another file"
     if what:
         raise DataError(f"'{name}' is {what}; only datasets of the file itself are read", where=str(path))
+
+
+# ---- Parquet
+
+
+def parquet_size(path: Path, names: Sequence[str]) -> int:
+    """Count the bytes of these columns in memory."""
+    from pyarrow import parquet
+
+    about, wanted = parquet.ParquetFile(path).metadata, set(names)
+    groups = (about.row_group(k) for k in range(about.num_row_groups))
+    columns = (group.column(k) for group in groups for k in range(group.num_columns))
+    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema in wanted)
 
 
 # ---- text

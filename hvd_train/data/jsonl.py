@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,16 +26,21 @@ def first_keys(path: Path) -> list[str]:
     raise DataError("the file has no line", where=str(path))
 
 
-def read_jsonl(path: Path, names: Sequence[str]) -> dict[str, ChunkedArray]:
-    """Read these keys of all lines."""
+def read_jsonl(path: Path, names: Sequence[str]) -> tuple[dict[str, ChunkedArray], list[str]]:
+    """Read these keys of all lines; also return the other keys that the first line does not have."""
     import pyarrow
 
     values: dict[str, list[Any]] = {name: [] for name in names}
+    first: dict[str, Any] = {}
+    late: dict[str, None] = {}
     with open(path, "rb") as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
             record = _record(line, path, number)
+            first = first or record
+            if record.keys() != first.keys():
+                late |= dict.fromkeys(key for key in record if key not in first and key not in values)
             for name, column in values.items():
                 if record.get(name) is None:
                     raise DataError(f"'{name}' has no value", where=f"{path}, line {number}", fix=MEND)
@@ -46,17 +52,26 @@ def read_jsonl(path: Path, names: Sequence[str]) -> dict[str, ChunkedArray]:
         except (pyarrow.ArrowException, OverflowError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(f"'{name}' holds values of several kinds: {reason}", where=str(path), fix=MEND) from error
-    return columns
+    return columns, list(late)
 
 
 def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
     where = f"{path}, line {number}"
     try:
-        record = json.loads(line.rstrip(b"\r\n"))
+        record = json.loads(line.rstrip(b"\r\n"), object_pairs_hook=_unique)
     except json.JSONDecodeError as error:  # its line counts within this one line of the file
         raise DataError(f"not JSON: {error.msg} (character {error.pos + 1})", where=where, fix=MEND) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"not JSON: {str(error).splitlines()[0]}", where=where, fix=MEND) from error
     if not isinstance(record, dict):
         raise DataError("not an object of names and values", where=where, fix='write {"text": "...", "label": 0}')
+    return record
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, and refuse two equal keys, of which Python would take the last one."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"'{twice[:60]}' stands twice")
     return record

@@ -35,8 +35,8 @@ def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
     have = tables.names_of(files["train"])
     features, remarks = _features(have, labels, config, request.run)
     labels = labels if request.labels else []
-    named = [*features, *labels]
-    twice = sorted(name for name, count in Counter(named).items() if count > 1)
+    columns = [*features, *labels]
+    twice = sorted(name for name, count in Counter(columns).items() if count > 1)
     if twice or not features:
         what = f"{', '.join(twice)} named twice" if twice else "no column is left for the features"
         raise DataError(what, where="data.features, data.labels", fix="a column is a feature or a label")
@@ -46,8 +46,10 @@ def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
         if part == "test" and not request.reads_test:
             continue
         _check_columns(file, features, labels, request.run)
-        table = tables.Table.read(file, named)
-        of_part = _of_lists if any(table.is_list(name) for name in named) else _of_table
+        table = tables.Table.read(file, columns)
+        if table.late and not parts and not config.features and not request.run:
+            remarks.append(f"{named('key', table.late)} of {file} left out, as its first line is without")
+        of_part = _of_lists if any(table.is_list(name) for name in columns) else _of_table
         parts[part] = of_part(table, features, labels, classes, config, task, [] if parts else remarks)
         classes = classes.after(parts["train"])
     return {**parts} if "val" in parts else Whole(parts["train"], config.val_fraction)

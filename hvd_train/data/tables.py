@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvd_train.data.classes import Classes, Words, listing, values_of
-from hvd_train.data.formats import unreadable
+from hvd_train.data.formats import parquet_size, unreadable
 from hvd_train.data.images import PART_NAMES, part_of
 from hvd_train.data.jsonl import first_keys, read_jsonl
 from hvd_train.data.memory import check_free
@@ -145,10 +145,14 @@ def _cells(path: Path, names: Sequence[str], broken: list[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Table:
-    """Some columns of a file, in memory. ``notes``: what a user should know of the numbers that were taken."""
+    """Some columns of a file, in memory. ``notes``: what a user should know of the numbers that were taken.
+
+    ``late``: further keys of lines after the first one of a .jsonl file.
+    """
 
     path: Path
     columns: dict[str, ChunkedArray]
+    late: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -163,9 +167,9 @@ class Table:
             if _suffix(path) == ".jsonl":
                 # Python's objects are several times as large as their text.
                 check_free(8 * path.stat().st_size, "reading the lines", str(path), "store it as Parquet")
-                return cls(path, read_jsonl(path, names))
+                return cls(path, *read_jsonl(path, names))
             if _suffix(path) == ".parquet":
-                size = _parquet_size(path, names)
+                size = parquet_size(path, names)
             else:  # as if all columns were equally wide
                 size = path.stat().st_size * len(names) // max(1, len(_header(path)))
             check_free(2 * size, "reading the table", str(path), "take fewer columns, or store it as hdf5 or npy")
@@ -339,16 +343,6 @@ def _block(path: Path) -> int:
     with open(path, "rb") as stream:
         longest = max((len(stream.readline(LONGEST)) for _ in range(20)), default=0)
     return max(BLOCK, min(16 * longest, 1 << 30))
-
-
-def _parquet_size(path: Path, names: Sequence[str]) -> int:
-    """Count the bytes of these columns in memory."""
-    from pyarrow import parquet
-
-    about, wanted = parquet.ParquetFile(path).metadata, set(names)
-    groups = (about.row_group(k) for k in range(about.num_row_groups))
-    columns = (group.column(k) for group in groups for k in range(group.num_columns))
-    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema in wanted)
 
 
 def _is(kind: Callable[[str], Any], text: str) -> bool:

@@ -184,6 +184,22 @@ def test_jsonl_of_numbers_is_a_table(tmp_path):
     assert data.sample.input_shape == (2,) and data.sample.labels["label"].names == ("even", "odd")
 
 
+def test_keys_that_the_first_line_lacks_are_told_and_no_key_stands_twice(tmp_path):
+    """Of {"a": 1} and {"a": 2, "b": 5} the input was a alone, and of {"a": 1, "a": 7} it was 7: both without a word."""
+    path = tmp_path / "table.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"a": k, "kind": k % 2} | ({"b": k, "c": k} if k > 2 else {})) for k in range(9))
+    )
+    told = f"keys b, c of {path} left out, as its first line is without"
+    data = opened(path, "table", lengths=None)
+    assert data.sample.input_shape == (1,) and told in data.remarks
+    assert told not in opened(path, "table", lengths=None, features=["a"]).remarks
+    assert told not in opened(path, "table", DataRequest(data.sample, "all"), lengths=None).remarks
+    path.write_text('{"a": 1, "kind": 0}\n{"a": 1, "a": 7, "kind": 0}\n')
+    with pytest.raises(DataError, match=r"'a' stands twice.*line 2"):
+        opened(path, "table", lengths=None)
+
+
 @pytest.mark.parametrize(
     ("more", "keys", "words"),
     [

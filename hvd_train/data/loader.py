@@ -68,8 +68,9 @@ class Loader:
             raise DataError(what, fix="use fewer ranks or more data")
         self.source, self.global_batch, self.accumulate = source, global_batch, accumulate
         self.rank, self.size, self.seed, self.workers = rank, size, seed, workers
-        # The first part is the longest: ceil(ceil(B / accumulate) / size).
-        self.length = share(share(global_batch, accumulate, 0)[1], size, 0)[1]
+        # Samples of a micro-batch over all ranks, and of a rank's part. The first parts are the longest.
+        self.together = share(global_batch, accumulate, 0)[1]
+        self.length = share(self.together, size, 0)[1]
         self.steps_per_epoch = steps(len(source), 0, global_batch)
         self._chunk: tuple[int, int, np.ndarray] = (-1, 0, np.zeros(0, np.int64))  # of ``_permuted``, the last
 
@@ -106,8 +107,9 @@ class Loader:
     def evaluation(self, whole: bool = False) -> Generator[Batch, None, None]:
         """Yield every sample of the source on exactly one rank, in order, ``length`` rows a batch.
 
-        That is the size of a training micro-batch. All ranks yield the same number of batches; the last may be all
-        padding. ``whole``: samples whose length varies are not cut, so that all batches have one shape.
+        All ranks together yield ``together`` samples a batch, as of a training micro-batch: the same ones for every
+        world size. All ranks yield the same number of batches; a part may be all padding. ``whole``: samples whose
+        length varies are not cut, so that all batches have one shape.
         """
         return self._made(self._evaluation(whole))
 
@@ -147,7 +149,7 @@ class Loader:
         return self._local(*self._bounds(start, stop, number), rank)
 
     def _evaluation(self, whole: bool = False) -> Iterator[Callable[[], Batch]]:
-        n, together = len(self.source), self.length * self.size
+        n, together = len(self.source), self.together
         cut_length = None if whole else getattr(self.source, "cut_length", None)
         for start in range(0, n, together):
             stop = min(start + together, n)

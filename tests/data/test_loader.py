@@ -123,6 +123,9 @@ def test_evaluation_covers_every_sample_once(n, batch, accumulate):
             for one in together:
                 check(one, loaders[0])
         assert [i for together in rounds for one in together for i in one.indices] == list(range(n))
+        # A batch of 10 was one of 12 on three ranks: limit_val_batches took others, and samples were cut elsewhere.
+        batches = [np.concatenate([one.indices for one in together]).tolist() for together in rounds]
+        assert batches == [one.indices.tolist() for one in made(ranks(n, 1, batch, accumulate)[0]._evaluation())]
 
 
 @pytest.mark.parametrize("workers", [1, 3])

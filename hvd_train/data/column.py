@@ -91,6 +91,18 @@ class Column:
             self.check(np.less(values, 1 << 63), rows, "a number of more than 63 bits")
         return values.astype(self.field.dtype, copy=False).reshape(len(rows), *self.field.shape)
 
+    def check_kept(self, values: np.ndarray, rows: np.ndarray) -> None:
+        """Check that samples of another type than the first one lose nothing in its type."""
+        first = np.dtype(self.values.dtype)
+        if first.kind == "f" or values.dtype.kind not in "fiub" or np.can_cast(values.dtype, first):
+            return
+        with np.errstate(invalid="ignore"):
+            good = values.astype(first) == values
+        if not good.all():
+            bad = np.argwhere(~good)[0]
+            what = f"{self.title} of sample 0 are {first}, and sample {rows[bad[0]]} holds {values[tuple(bad)]}"
+            raise DataError(what, where=self.where, fix="give all samples one type: np.asarray(x, np.float32)")
+
     def check(self, entries: np.ndarray, rows: np.ndarray, what: str) -> None:
         """Check that all entries are good (True); ``what``: what a bad one is, for the message."""
         good = entries.reshape(len(entries), -1).all(axis=1)

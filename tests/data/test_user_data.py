@@ -281,3 +281,40 @@ def test_a_loss_of_the_users_leaves_the_number_of_classes_told(tmp_path):
     own = SimpleNamespace(fetch=lambda k: (x[k], y[k]), fingerprint="own", num_classes=3)
     part = type("Part", (), {"__len__": lambda self: 8, **vars(own), "fetch": lambda self, k: (x[k], y[k])})()
     assert open_data(DataConfig(), task, (part, part)).sample.num_classes == 3
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "labels", "line"),
+    [
+        ([[1, 2], [0.5, 2], [3, 4]], [0, 1, 0], "inputs of sample 0 are int64, and sample 1 holds 0.5"),
+        ([[True, False], [0, 1], [3, 1]], [0, 1, 0], "inputs of sample 0 are bool, and sample 2 holds 3"),
+        ([[1, 2], [1, 2], [3, 4]], [0, 1, 1.7], "labels of sample 0 are int64, and sample 2 holds 1.7"),
+        ([[0.5, 2], [1, 2], [3, 4]], [0.5, 1, 2], ""),
+        ([[1, 0], [True, False], [2.0, 1]], [1, True, 3], ""),
+    ],
+)
+def test_a_first_sample_of_whole_numbers_cuts_no_others(rows, labels, line, streamed):
+    """Where the first sample happened to be whole, 0.5 became 0, and with loss mse the label 1.7 became 1."""
+
+    class Whole:
+        fingerprint = "a"
+        __len__ = lambda self: 3  # noqa: E731
+
+        def __iter__(self):
+            return iter([(np.array(row), label) for row, label in zip(rows, labels, strict=True)])
+
+        if not streamed:
+            __iter__ = None
+
+            def fetch(self, indices):
+                return np.array([rows[k] for k in indices]), np.array([labels[k] for k in indices])
+
+    task = TaskConfig(loss="mse")
+    source = open_data(DataConfig(name="own"), task, user_data=(Whole(), Whole())).train
+    if line:
+        with pytest.raises(DataError, match=line):
+            source.fetch(np.arange(3))
+    else:
+        inputs, found = source.fetch(np.arange(3))
+        assert (inputs["input"] == np.array(rows)).all() and (found["label"] == np.array(labels)).all()

@@ -90,7 +90,8 @@ def _part(
     sizes = np.array([len(one) for one in numbers], np.int64)
     rows = joined_rows(np.concatenate(numbers), sizes, f"column '{config.features or 'text'}'", where, lengths)
     labels = {LABEL: table.classes(label, classes.label(LABEL, True), task.ignore_index)} if request.labels else {}
-    part = Arrays({TOKENS: rows}, labels, where, classes, task, table.notes, False)
+    remarks = [*filter(None, [table.joined])]
+    part = Arrays({TOKENS: rows}, labels, where, classes, task, table.notes, False, remarks)
     part.note = ""  # that whole numbers stay whole is no news of tokens
     size = tokenizer.get_vocab_size()
     field = replace(part.sample.inputs[TOKENS], classes=size)

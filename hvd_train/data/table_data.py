@@ -50,7 +50,8 @@ def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
         if table.late and not parts and not config.features and not request.run:
             remarks.append(f"{named('key', table.late)} of {file} left out, as its first line is without")
         of_part = _of_lists if any(table.is_list(name) for name in columns) else _of_table
-        parts[part] = of_part(table, features, labels, classes, config, task, [] if parts else remarks)
+        lines = [*([] if parts else remarks), *filter(None, [table.joined])]
+        parts[part] = of_part(table, features, labels, classes, config, task, lines)
         classes = classes.after(parts["train"])
     return {**parts} if "val" in parts else Whole(parts["train"], config.val_fraction)
 

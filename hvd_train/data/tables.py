@@ -7,7 +7,6 @@ import csv
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from hvd_train.data.classes import Classes, Words, listing, values_of
 from hvd_train.data.formats import parquet_size, unreadable
 from hvd_train.data.images import PART_NAMES, part_of
 from hvd_train.data.jsonl import first_keys, read_jsonl
+from hvd_train.data.lines import LONGEST, check_empty_lines, delimiter, header, remark_on_lines
 from hvd_train.data.memory import check_free
 from hvd_train.errors import DataError
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 SUFFIXES = (".csv", ".tsv", ".parquet", ".jsonl")
 TYPED = (".parquet", ".jsonl")  # a column of text holds words, whatever they look like
 BLOCK = 1 << 20  # pyarrow's default
-LONGEST = 1 << 26  # bytes of a line
 MEND = "mend it, or leave the row or the column out"
 WORDS = "mend it, or leave the row out; words are classes under task.loss: cross_entropy alone, else number them first"
 NUMBER = {"int64": "whole number of 64 bits", "float64": "number"}
@@ -69,7 +68,7 @@ def names_of(path: Path) -> list[str]:
 
             names = parquet.read_schema(path).names
         else:
-            names = _header(path)
+            names = header(path)
     except UnicodeDecodeError as error:
         raise _no_utf8(path, "the names of the columns") from error
     except (pyarrow.ArrowException, OSError, ValueError, csv.Error) as error:
@@ -80,43 +79,9 @@ def names_of(path: Path) -> list[str]:
     return names
 
 
-def _header(path: Path) -> list[str]:
-    """Return the cells of the first line with something in it."""
-    # Not by pyarrow, which takes 40 s for the names of 200 000 columns.
-    with open(path, "rb") as stream:
-        first = stream.readline(LONGEST + 1)
-        while first and not first.strip():
-            first = stream.readline(LONGEST + 1)
-    if len(first) > LONGEST:
-        raise ValueError(f"its first line has more than {LONGEST:,} bytes")
-    csv.field_size_limit(LONGEST)
-    names = next(csv.reader([first.decode("utf-8-sig")], delimiter=_delimiter(path)), [])
-    if not names:
-        raise ValueError("Empty CSV file")
-    return names
-
-
-def _check_empty_lines(path: Path) -> None:
-    """Refuse a file of one column with an empty line between others: pyarrow would leave out a row of the user's."""
-    if len(_header(path)) != 1:
-        return
-    with open(path, encoding="utf-8-sig", errors="replace", newline="") as stream:
-        lines = dropwhile(lambda cells: not cells, csv.reader(stream, delimiter=_delimiter(path)))
-        empty = 0
-        for row, cells in enumerate(lines):  # row 0 is the header
-            if not cells:
-                empty = empty or row
-            elif empty:
-                raise DataError("an empty line", where=f"{path}, row {empty}", fix="mend it, or leave it out")
-
-
 def _no_utf8(path: Path, what: str) -> DataError:
     fix = "store the file as UTF-8; if it is Latin-1: iconv -f latin1 -t utf-8 OLD > NEW"
     return DataError(f"{what} are not UTF-8", where=str(path), fix=fix)
-
-
-def _delimiter(path: Path) -> str:
-    return "\t" if _suffix(path) == ".tsv" else ","
 
 
 def _cells(path: Path, names: Sequence[str], broken: list[Any]) -> Any:
@@ -133,7 +98,7 @@ def _cells(path: Path, names: Sequence[str], broken: list[Any]) -> Any:
         broken.append(row)
         return "error"
 
-    parse = arrow.ParseOptions(delimiter=_delimiter(path), invalid_row_handler=stop)
+    parse = arrow.ParseOptions(delimiter=delimiter(path), invalid_row_handler=stop)
     try:
         return arrow.read_csv(path, options, parse, convert)
     except pyarrow.ArrowInvalid:
@@ -147,12 +112,13 @@ def _cells(path: Path, names: Sequence[str], broken: list[Any]) -> Any:
 class Table:
     """Some columns of a file, in memory. ``notes``: what a user should know of the numbers that were taken.
 
-    ``late``: further keys of lines after the first one of a .jsonl file.
+    ``late``: further keys of lines after the first one of a .jsonl file. ``joined``: a remark on rows of several lines.
     """
 
     path: Path
     columns: dict[str, ChunkedArray]
     late: Sequence[str] = ()
+    joined: str = ""
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -171,12 +137,12 @@ class Table:
             if _suffix(path) == ".parquet":
                 size = parquet_size(path, names)
             else:  # as if all columns were equally wide
-                size = path.stat().st_size * len(names) // max(1, len(_header(path)))
+                size = path.stat().st_size * len(names) // max(1, len(header(path)))
             check_free(2 * size, "reading the table", str(path), "take fewer columns, or store it as hdf5 or npy")
             if _suffix(path) == ".parquet":
                 table = parquet.read_table(path, columns=list(names))
             else:
-                _check_empty_lines(path)
+                check_empty_lines(path)
                 table = _cells(path, names, broken)
         except (pyarrow.ArrowException, OSError, ValueError, csv.Error) as error:
             if broken:
@@ -186,7 +152,8 @@ class Table:
             if "UTF8" in str(error):
                 raise _no_utf8(path, "its cells") from error
             raise unreadable(path, error, "table") from error
-        return cls(path, {name: table.column(name) for name in names})
+        columns = {name: table.column(name) for name in names}
+        return cls(path, columns, joined="" if _suffix(path) in TYPED else remark_on_lines(path, len(table)))
 
     def numbers(self, name: str, keep_whole: bool = False) -> np.ndarray:
         """Return a column of numbers, (n,) float32; with ``keep_whole``, int64 where all are whole."""

@@ -363,3 +363,23 @@ def test_faults_of_cifar10(tmp_path):
     assert "record 3 has the label 10" in told() and "data_batch_2.bin" in told()
     path.write_bytes(b"")
     assert "0 bytes are no whole records" in told()
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv"])
+def test_rows_that_a_quotation_mark_joins_are_told(tmp_path, ending):
+    """Of 15 rows 13 were left, without a word, where one mark in a column that is not read was not closed."""
+    mark = "\t" if ending == ".tsv" else ","
+    good = ["1,ok,0", "2,fine,1", '3,"well, yes",1'] * 4
+
+    def remarks(*rows, end="\n"):
+        path = tmp_path / f"a{ending}"
+        path.write_text(end.join(["x,comment,y", *rows, ""]).replace(",", mark))
+        data = open_data(DataConfig(name="table", path=str(path), labels="y", features=["x"]))
+        return len(data.train) + len(data.val), [line for line in data.remarks if "lines" in line]
+
+    count, (line,) = remarks('1,"Hi,0', "2,ok,1", '3,"bye,1'.replace('"bye', 'bye"'), *good)
+    assert count == 13 and line.startswith(
+        f"{tmp_path}/a{ending} has 13 rows in 15 lines: cells between quotation marks"
+    )
+    assert remarks(*good) == (12, []) and remarks(*good, "", "", end="\r\n") == (12, [])
+    assert remarks("", *good) == (12, [])

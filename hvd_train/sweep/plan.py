@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from hvd_train.config import Config, load_config
+from hvd_train.config.reading import Loader
 from hvd_train.errors import ConfigError
 
 NUMBER = r"([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"
@@ -112,19 +113,14 @@ def _parsed(param: str, random_: bool) -> tuple[str, list[Any] | Range]:
             raise ConfigError("an empty range" if not low < high else "a logarithm of 0", where=f"--param {param}")
         return key, Range(low, high, bool(drawn[1]))
     try:
-        values = yaml.safe_load(f"[{text}]")
+        values = yaml.load(f"[{text}]", Loader)  # as --set reads a value
     except yaml.YAMLError as error:
         raise ConfigError("the values are not valid YAML", where=f"--param {param}") from error
-    return key, [_number_or(value) for value in values]
+    return key, values
 
 
 def yaml_number(text: str) -> int | float:
     return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
-
-
-def _number_or(value: Any) -> Any:
-    """Turn words that are numbers into numbers: YAML 1.1 reads 1e-5 as a word."""
-    return float(value) if isinstance(value, str) and re.fullmatch(NUMBER, value) else value
 
 
 def _draw(space: list[Any] | Range, generator: random.Random) -> Any:

@@ -43,6 +43,15 @@ def test_grid():
     assert all(t.config.max_epochs == 1 for t in trials)
 
 
+def test_values_are_read_as_set_reads_them():
+    """A text in quotes became a number, and 2:00:00 7,200: other values than --set gives for the same words."""
+    trials = planned("""model.options={a: "1e3"},{a: 1e3}""", "optim.lr=1e-1", 'slurm.time=2:00:00,"30"')
+    assert [t.values["model.options"] for t in trials[::2]] == [{"a": "1e3"}, {"a": 1000.0}]
+    assert [t.config.slurm.time for t in trials[:2]] == ["2:00:00", "30"]
+    trials = planned("""data.options.tag="007",'1e3',7,1e3""")
+    assert [t.config.data.options["tag"] for t in trials] == ["007", "1e3", 7, 1000.0]
+
+
 def test_random():
     params = ("optim.lr=log:1e-4..1e-1", "global_batch_size=8..12", "optim.momentum=0..0.9", "framework=pytorch")
     trials, again = planned(*params, draws=200), planned(*params, draws=200)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import unicodedata
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,7 @@ def class_column(
     lookup: Lookup | None = None
     if isinstance(labels, Words):
         names, count, lookup, masked = _word_classes(title, labels, known, where, ignore)
+        remarks = _remarks_on_twins(title, names)
     elif known.auto or values_of(names or ()) is not None:
         names, count, lookup = _listed_classes(labels, distinct, known, where, ignore)
     else:
@@ -168,6 +171,17 @@ def _word_classes(
     masked = any(places[code] == ignore for code in used)
     # A code is not a label: none of them is ignored before it is numbered.
     return names, max(known.count or 0, len(numbers)), Lookup.of(range(len(places)), places, NO_CODE), masked
+
+
+def _remarks_on_twins(title: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return a remark on names that look alike: of letters composed in two ways, or with spaces around one of them."""
+    first: dict[str, str] = {}
+    twins = [(first.setdefault(unicodedata.normalize("NFC", name).strip(), name), name) for name in names]
+    return tuple(
+        f"{title}: classes {ascii(one)} and {ascii(other)} look alike, and are two classes"
+        for one, other in twins
+        if one != other
+    )
 
 
 def _distinct(labels: Any, ignore: int) -> tuple[list[int], bool]:

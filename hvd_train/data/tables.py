@@ -220,7 +220,20 @@ class Table:
             expected = f"0 to {count - 1}" if count else "0, 1, 2, ..."
         if not good.all():
             raise self._fault(name, int(np.argmin(good)), column, f"is no class{_of(known)}: {expected}")
+        self._check_one_writing(name, column, values)
         return values
+
+    def _check_one_writing(self, name: str, column: ChunkedArray, values: np.ndarray) -> None:
+        """Refuse two texts that are one number, as 7 and 007: they may be two classes."""
+        import pyarrow.compute as pc
+
+        if str(column.type) != "string" or pc.count_distinct(column).as_py() == len(np.unique(values)):
+            return
+        first: dict[int, str] = {}
+        for row, (text, value) in enumerate(zip(column.to_pylist(), values.tolist(), strict=True)):
+            if first.setdefault(value, text) != text:
+                what = f"and '{first[value]}' are one number"
+                raise self._fault(name, row, column, what, "write both alike; or list data.classes, as words")
 
     def _words(self, name: str, column: ChunkedArray, known: Classes) -> bool:
         first = column[0].as_py() if len(column) else ""

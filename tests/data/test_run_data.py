@@ -363,3 +363,12 @@ def test_words_of_another_part_keep_the_numbers_of_the_training_part(tmp_path):
     table(folder / "val.parquet", y=texts[Y])
     val = open_data(config("table", folder, labels="y")).val
     assert val.fetch(np.arange(len(val)))[1]["label"].tolist() == Y.tolist()
+
+
+def test_names_that_look_alike_are_told():
+    """The same letters, composed in two ways by two systems, were two classes of one name in every table."""
+    words = np.array(["caf\u00e9", "cafe\u0301", "tea"])[Y]
+    parts = (X, words), (X, words)
+    (line,) = open_data(DataConfig(name="own"), user_data=parts).remarks
+    assert line == r"labels: classes 'cafe\u0301' and 'caf\xe9' look alike, and are two classes"
+    assert not open_data(DataConfig(name="own"), user_data=((X, WORDS[Y]), (X, WORDS[Y]))).remarks

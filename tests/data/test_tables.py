@@ -383,3 +383,15 @@ def test_rows_that_a_quotation_mark_joins_are_told(tmp_path, ending):
     )
     assert remarks(*good) == (12, []) and remarks(*good, "", "", end="\r\n") == (12, [])
     assert remarks("", *good) == (12, [])
+
+
+def test_two_writings_of_one_number_are_no_class(tmp_path):
+    """007 and 7 became one class, without a word."""
+    path = tmp_path / "a.csv"
+    path.write_text("x,y\n1,1\n2,007\n3,1\n4,7\n5,1\n")
+    with pytest.raises(DataError, match=r"'7' and '007' are one number; .*column 'y', row 4"):
+        open_data(DataConfig(name="table", path=str(path), labels="y"))
+    as_words = DataConfig(name="table", path=str(path), labels="y", classes=["1", "7", "007"])
+    assert open_data(as_words).sample.num_classes == 3
+    path.write_text("x,y\n1,00\n2,01\n3,00\n4,01\n5,01\n")
+    assert open_data(DataConfig(name="table", path=str(path), labels="y")).sample.num_classes == 2

@@ -58,10 +58,14 @@ class Group:
 
 def groups(sweep: Sweep) -> list[Group]:
     """Return the combinations in their order, with the mean of each metric over the trials that have a result."""
-    members: dict[str, list[Trial]] = {}
+    members: dict[str, dict[str, Trial]] = {}
     for trial in sweep.trials:
-        members.setdefault(json.dumps(_values(trial, sweep.repeats)), []).append(trial)
-    return [_group(sweep, trials) for trials in members.values()]
+        group = members.setdefault(json.dumps(_values(trial, sweep.repeats)), {})
+        # --random may draw a combination twice. The second one is no new trial: its seeds and folds are the same.
+        same = json.dumps(dict(trial.values))
+        if same not in group or state(sweep, group[same]).word != "done":
+            group[same] = trial
+    return [_group(sweep, list(trials.values())) for trials in members.values()]
 
 
 def _values(trial: Trial, repeated: Sequence[str]) -> dict[str, Any]:

@@ -74,6 +74,14 @@ def _tokenizer(texts: list[str], config: DataConfig, request: DataRequest) -> An
     return tokenizer
 
 
+def _labels(table: tables.Table, label: str, classes: Known, task: TaskConfig) -> Any:
+    """Return the labels: classes, or the numbers that another loss than cross_entropy takes."""
+    if task.classes(LABEL, True):
+        return table.classes(label, classes.label(LABEL, True), task.ignore_index)
+    loss, _ = task.terms.get(LABEL) or task.terms.get("") or ("", ())
+    return table.numbers(label, keep_whole=":" in loss)
+
+
 def _part(
     table: tables.Table,
     texts: list[str],
@@ -89,7 +97,7 @@ def _part(
     numbers = [np.array(one.ids, np.int32) for one in tokenizer.encode_batch(texts)]
     sizes = np.array([len(one) for one in numbers], np.int64)
     rows = joined_rows(np.concatenate(numbers), sizes, f"column '{config.features or 'text'}'", where, lengths)
-    labels = {LABEL: table.classes(label, classes.label(LABEL, True), task.ignore_index)} if request.labels else {}
+    labels = {LABEL: _labels(table, label, classes, task)} if request.labels else {}
     remarks = [*filter(None, [table.joined])]
     part = Arrays({TOKENS: rows}, labels, where, classes, task, table.notes, False, remarks)
     part.note = ""  # that whole numbers stay whole is no news of tokens

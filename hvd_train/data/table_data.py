@@ -185,5 +185,6 @@ def _of_lists(
         elif of_classes:
             columns[LABEL] = table.classes(name, classes.label(LABEL, True), task.ignore_index)
         else:
-            columns[LABEL] = table.numbers(name)
+            loss, _ = task.terms.get(LABEL) or task.terms.get("") or ("", ())
+            columns[LABEL] = table.numbers(name, keep_whole=":" in loss)
     return Arrays(inputs, columns, where, classes, task, table.notes, False, remarks)

@@ -215,3 +215,17 @@ def test_lists_that_cannot_be_read(tmp_path, more, keys, words):
     with pytest.raises(DataError) as caught:
         opened(lists(tmp_path, **more), "table", **keys)
     assert words in str(caught.value) and caught.value.fix
+
+
+def test_a_loss_of_numbers_gets_numbers(tmp_path):
+    """With loss bce the words were numbered in each file: good was 1 beside bad, and 0 in a file of its own."""
+    for loss in ("bce", "mse", "own:loss"):
+        with pytest.raises(DataError, match="'(short|long)' is no (number|whole number)"):
+            opened(written(tmp_path), task=TaskConfig(loss=loss))
+    for values in ([10, 9, 8], ["10", "9", "8"], [1.5, -2.5, 3.0]):
+        path = written(tmp_path, texts=TEXTS[:6], labels=values * 2)
+        data = opened(path, task=TaskConfig(loss="mse"), request=DataRequest(split="all"))
+        assert rows(data.parts["all"])[1].tolist() == list(map(float, values * 2))
+    path = written(tmp_path, texts=TEXTS[:6], labels=[0, 2, 1] * 2)
+    data = opened(path, task=TaskConfig(loss="own:loss"), request=DataRequest(split="all"))
+    assert rows(data.parts["all"])[1].dtype == np.int64

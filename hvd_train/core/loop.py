@@ -89,8 +89,8 @@ class Trainer(Training):
         # Of an epoch that is as long already as it may be, on fewer ranks or with a lower limit, only the end is left.
         if p.consumed and not self.finished and self._at_end(-(-p.consumed // self.global_batch)):
             length = self.frontend.task.length
-            rows = [p.epoch_sums or np.zeros(length), *(row[:length] for row in p.pending)]
-            p.ending, p.epoch_sums, p.pending = True, np.sum(rows, axis=0).tolist(), []
+            rows = np.array([p.epoch_sums or [0.0] * length, *(row[:length] for row in p.pending)])
+            p.ending, p.epoch_sums, p.pending = True, rows.sum(0).tolist(), []
         return notes
 
     def fit(self) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def _parsed(param: str, random_: bool) -> tuple[str, list[Any] | Range]:
             raise ConfigError("an empty range" if not low < high else "a logarithm of 0", where=f"--param {param}")
         return key, Range(low, high, bool(drawn[1]))
     try:
-        values = yaml.load(f"[{text}]", Loader)  # as --set reads a value
+        values = Loader(f"[{text}]").get_single_data()  # as --set reads a value
     except yaml.YAMLError as error:
         raise ConfigError("the values are not valid YAML", where=f"--param {param}") from error
     return key, values

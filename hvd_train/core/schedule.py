@@ -132,6 +132,11 @@ class Schedule:
         row = row_of(self.optim.schedule)
         return self.optim.schedule_unit == "steps" or not row.units
 
+    @property
+    def in_steps(self) -> bool:
+        """Return whether rates follow the number of the step alone, whatever the length of the training or an epoch."""
+        return self.by_step and not row_of(self.optim.schedule).to_end and not self.optim.warmup_epochs
+
     def rate(self, step: int) -> float:
         optim, warmup = self.optim, self.warmup_steps
         base = optim.lr * scale(optim, self.global_batch)

@@ -53,8 +53,10 @@ class Training:
         self.steps_per_epoch = -(-self.train_size // self.global_batch)
         self.limit = self.schedule.steps_per_epoch  # of those, so many are made
         self.epoch_size = min(self.train_size, self.limit * self.global_batch)  # samples
-        # A length that is given in steps, and no drop at the end of an epoch: the rate follows the step alone.
-        self._rate_by_step = self.schedule.total_steps == config.max_steps and self.schedule.by_step
+        # A length that is given in steps or does not count, and no drop at the end of an epoch: the rate follows the step
+        # alone.
+        to_step = self.schedule.total_steps == config.max_steps and self.schedule.by_step
+        self._rate_by_step = to_step or self.schedule.in_steps
         self.scaled = config.precision == "16-mixed"
         self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0)
         self.stop_wish = ""  # why a hook on this rank wishes to stop; the ranks agree on it with a line of the log
@@ -86,7 +88,8 @@ class Training:
     def learning_rate(self, place: int, step: int) -> float:
         """Return the rate of step number ``step`` of the run (from 0), the ``place``-th of its epoch.
 
-        It follows the place in the epoch, so that it means the same after a resume on another number of ranks.
+        What is given in epochs follows the place in the epoch, so that it means the same after a resume on another
+        number of ranks.
         """
         p = self.progress
         rate = self.schedule.rate(step if self._rate_by_step else p.epoch * self.schedule.steps_per_epoch + place)

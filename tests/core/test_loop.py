@@ -261,6 +261,25 @@ def test_evaluations_and_checkpoints_change_no_number_of_a_mode(tmp_path, mode):
     assert all((first[k] == second[k]).all() for k in first if k.startswith(("weights/", "slots/")))
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"schedule": "multistep", "schedule_unit": "steps", "milestones": [9], "gamma": 0.1},
+        {"schedule": "inverse_sqrt", "warmup_steps": 20},
+    ],
+)
+def test_what_a_schedule_counts_in_steps_are_those_of_the_run(tmp_path, keys):
+    """Also where its length is in epochs: on twice as many ranks a rate that had fallen was the first one again."""
+    c = config(global_batch_size=None, batch_size=4, log_every_n_steps=1, optim={"lr": 0.1, **keys})
+    with pytest.raises(Stop):
+        run_ranks(1, lambda com: trainer(com, c, tmp_path, KillingLog(16)).fit())
+    log = Recorder()
+    summary, _, _, made = final(2, c, tmp_path, log=log, resume=True)
+    seen = {step: rate for _, step, _, rate, _ in log.trains}
+    assert summary["epochs"] == 3 and min(seen) == 15
+    assert seen == {step: made.schedule.rate(step - 1) for step in seen}
+
+
 def test_an_epoch_that_is_over_on_fewer_ranks_takes_no_further_step(tmp_path):
     """Two steps of two ranks are the four of one rank that limit_train_batches allows an epoch; a fifth was made."""
     keys = {"global_batch_size": None, "batch_size": 4, "limit_train_batches": 4, "log_every_n_steps": 1}

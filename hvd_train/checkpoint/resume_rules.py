@@ -35,6 +35,7 @@ class RunFacts:
     stages: str = "1"  # blocks of each, as "3 + 2"
     axes: str | None = None  # in which residuals lie; None: there is none, or an older checkpoint does not tell
     devices: str = "1"  # blocks of each device of a rank, where a compressor's buckets depend on them
+    order: str = ""  # what the order of samples depends on
 
     @classmethod
     def of(
@@ -64,6 +65,7 @@ class RunFacts:
             stages=" + ".join(map(str, split)) if config.parallel.pipeline > 1 else "1",
             axes=axes,
             devices=" + ".join(map(str, split)) if placed and compression not in (None, "none") else "1",
+            order=f"seed {config.seed}, sampling {config.data.sampling}, lengths {config.data.lengths}",
         )
 
 
@@ -156,12 +158,15 @@ def _wait_longer(r: Resumption) -> str:
 def _begin_epoch_anew(r: Resumption) -> str:
     train, progress = r.before.data.get("train"), r.progress
     # Older checkpoints do not hold the data's facts; then only a place beyond their end shows that they are others.
-    differs = train is not None and train != r.now.data["train"]
-    if not progress.consumed or not (differs or progress.consumed > r.samples):
+    others = (train is not None and train != r.now.data["train"]) or progress.consumed > r.samples
+    # In another order, samples of the rest were used already. Of an epoch whose steps are done there is no rest.
+    reordered = r.before.order != r.now.order and not progress.ending
+    if not progress.consumed or not (others or reordered):
         return ""
     progress.consumed, progress.epoch_sums = 0, []
     progress.pending, progress.ending = [], False
-    return f"the training data are others: epoch {progress.epoch + 1} begins anew"
+    what = "the training data are others" if others else "the order of samples is another one"
+    return f"{what}: epoch {progress.epoch + 1} begins anew"
 
 
 def _drop_sums(r: Resumption) -> str:
@@ -201,7 +206,7 @@ RULES = (
     Rule("swa", "--allow-change swa", "a mean of other epochs begins anew; without one, training goes on with its own"),
     Rule("the loss, or data of a monitor", "--allow-change KEY", "the best value does not count", _compare_anew),
     Rule("early_stopping: a longer patience", "nothing", "a run that it ended goes on", _wait_longer),
-    Rule("training data", "--allow-change data", "a begun epoch begins anew", _begin_epoch_anew),
+    Rule("training data, or their order", "--allow-change KEY", "a begun epoch begins anew", _begin_epoch_anew),
     Rule("task", "--allow-change task", "sums of the begun epoch are dropped", _drop_sums),
     Rule("ranks, pipeline stages, devices of a rank", "nothing", "what each rank kept to itself is left behind"),
     Rule("framework, exchange", "--allow-change KEY", "what each rank kept to itself is left behind"),

@@ -53,8 +53,7 @@ class Training:
         self.steps_per_epoch = -(-self.train_size // self.global_batch)
         self.limit = self.schedule.steps_per_epoch  # of those, so many are made
         self.epoch_size = min(self.train_size, self.limit * self.global_batch)  # samples
-        # A length that is given in steps or does not count, and no drop at the end of an epoch: the rate follows the step
-        # alone.
+        # A length in steps, or one that does not count, and no drop at the end of an epoch: the step alone counts.
         to_step = self.schedule.total_steps == config.max_steps and self.schedule.by_step
         self._rate_by_step = to_step or self.schedule.in_steps
         self.scaled = config.precision == "16-mixed"

@@ -37,6 +37,15 @@ def resumed(samples=100, **changes) -> tuple[dict, list[str]]:
     return {name: x for name, x in vars(r.progress).items() if x != getattr(BEGUN, name)}, notes
 
 
+def test_an_epoch_whose_steps_are_done_is_not_begun_anew_for_another_order():
+    done = replace(BEGUN, ending=True)
+    carry_over(Resumption(done, FACTS, replace(FACTS, order="seed 1"), 100, sums=2, loss_scale=8.0))
+    assert done == replace(BEGUN, ending=True)
+    keys = ([], [], ["seed=1"], ["data.sampling=balanced"], ["data.lengths.block=64"], ["data.lengths.block=128"])
+    orders = [RunFacts.of(load_config(None, each), "pytorch", "none", DATA, 2).order for each in keys]
+    assert orders[0] == orders[1] and len(set(orders)) == 5
+
+
 def test_another_network_is_a_new_run():
     """``--allow-change`` alone ends at a table of shapes."""
     before, now = (load_config(None, ["model.name=mlp", f"model.hidden=[{width}]"]) for width in (16, 8))
@@ -67,6 +76,7 @@ FORGOTTEN = {"best": None, "waited": 0, "stopped": False}
         ({"patience": 2}, {}, ""),
         ({"data": DATA | {"train": {"samples": 90, "fingerprint": "c"}}}, ANEW, "others: epoch 3 begins anew"),
         ({"samples": 29}, ANEW, "others: epoch 3 begins anew"),
+        ({"order": "seed 1"}, ANEW, "the order of samples is another one: epoch 3 begins anew"),
         ({"task": FACTS.task | {"metrics": ["top5"]}}, {"epoch_sums": [], "pending": []}, ""),
         ({"task": FACTS.task | {"loss": "mse"}}, {"epoch_sums": [], "pending": []} | FORGOTTEN, "the loss is another"),
         ({"data": DATA | {"val": {"samples": 20, "fingerprint": "c"}}}, FORGOTTEN, "the validation data are others"),

@@ -113,6 +113,10 @@ class Loader:
         """
         return self._made(self._evaluation(whole))
 
+    def evaluated(self, batches: int) -> int:
+        """Return how many samples so many batches of ``evaluation`` have, on all ranks together."""
+        return min(batches * self.together, len(self.source))
+
     def _made(self, works: Iterator[Callable[[], T]]) -> Generator[T, None, None]:
         return _ahead(work() for work in works) if self.workers == 1 else _pooled(works, self.workers)
 

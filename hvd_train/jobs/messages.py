@@ -30,7 +30,7 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     if trainer.limit < trainer.steps_per_epoch:
         samples = f"{trainer.epoch_size:,} of {trainer.train_size:,} samples"
         steps = f"{trainer.limit} of {steps}, {samples} (limit_train_batches)"
-    if c.limit_val_batches and (evaluated := c.limit_val_batches * trainer.val_loader.together) < trainer.val_size:
+    if c.limit_val_batches and (evaluated := trainer.val_loader.evaluated(c.limit_val_batches)) < trainer.val_size:
         steps += f"; an evaluation takes {evaluated:,} of {trainer.val_size:,} samples (limit_val_batches)"
     lines = [
         f"{c.framework}, {c.model.name}: {count:,} weights; {job.data.name}: {len(job.data.train):,} training and "

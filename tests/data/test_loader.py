@@ -1,6 +1,7 @@
 """Every sample exactly once, the same global batches for every N, and a thread that leaves nothing behind."""
 
 import gc
+import itertools
 import threading
 import time
 import tracemalloc
@@ -126,6 +127,14 @@ def test_evaluation_covers_every_sample_once(n, batch, accumulate):
         # A batch of 10 was one of 12 on three ranks: limit_val_batches took others, and samples were cut elsewhere.
         batches = [np.concatenate([one.indices for one in together]).tolist() for together in rounds]
         assert batches == [one.indices.tolist() for one in made(ranks(n, 1, batch, accumulate)[0]._evaluation())]
+
+
+def test_an_evaluation_of_some_batches_takes_those_of_all_parts():
+    for size, batch in ((1, 8), (2, 8), (3, 7)):
+        loaders = ranks(53, size, batch)
+        for batches in (1, 3, 100):
+            taken = sum(one.count for each in loaders for one in itertools.islice(each.evaluation(), batches))
+            assert loaders[0].evaluated(batches) == taken
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -213,29 +213,31 @@ class Replicated:
         self._training = []
         if self._averages:
             self._averages.begin_average()
-            if means := self._whole(MEAN, self._received):
-                self._averages.take_average(means)
+            if any(key.startswith(MEAN) for key in self._received):
+                self._averages.take_average(self._weights_with(MEAN, self._received))
         self._give_received()
 
     def _give_received(self) -> None:
         """Give the model what training goes on with, where the checkpoint has it beside averages."""
         received, self._received, self._statistics = self._received, {}, {}
         if any(key.startswith(TRAINING) for key in received):
-            flat, cells = FlatState(self.frontend, self.buckets), [EagerCell(x) for x in self.frontend.flat_weights()]
-            for b, cell in enumerate(cells):
-                flat.load(TRAINING, b, cell, received)
-            self._give(self._of_this_rank([cell.read() for cell in cells]))
+            self._give(self._weights_with(TRAINING, received))
         statistics = {key: x for key, x in received.items() if key.startswith(STATISTICS)}
         if statistics:
             self._statistics = self.frontend.running_statistics()
             self.frontend.load({f"statistics/{key.removeprefix(STATISTICS)}": x for key, x in statistics.items()})
 
-    def _whole(self, prefix: str, tree: Tree) -> list[Tensor]:
-        """Return what this rank moves of the weights called ``prefix``; nothing where ``tree`` has not all of them."""
-        flat, buckets = FlatState(self.frontend, self.buckets), range(len(self.buckets))
-        if not tree.keys() >= {name for b in buckets for name in flat.names(prefix, b)}:
-            return []
-        return self._of_this_rank([flat.flat(prefix, b, tree) for b in buckets])
+    def _weights_with(self, prefix: str, tree: Tree) -> list[Tensor]:
+        """Return what this rank moves of the model's weights, those called ``prefix`` in ``tree`` in their place.
+
+        What was frozen in the run of ``tree`` is not in it, and has always been as in the model.
+        """
+        flat, ops = FlatState(self.frontend, self.buckets), self.frontend.ops
+        # Copied: TensorFlow's tensors may lie in memory that ranks share.
+        cells = [EagerCell(ops.from_numpy(ops.to_numpy(x))) for x in self.frontend.flat_weights()]
+        for b, cell in enumerate(cells):
+            flat.load(prefix, b, cell, tree)
+        return self._of_this_rank([cell.read() for cell in cells])
 
     def _of_this_rank(self, weights: list[Tensor]) -> list[Tensor]:
         """Return what this rank moves of whole buckets."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hvd_train
-from hvd_train.checkpoint.store import newest
+from hvd_train.checkpoint.store import load, newest
 from hvd_train.config import OptimConfig, load_config
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Packing, TensorSpec
@@ -202,3 +202,17 @@ def test_both_frameworks_train_alike_and_go_on_to_the_same_bits(tmp_path, name):
     assert all((tree[key] == one[key]).all() for key in tree)
     summaries = [json.loads((at / "summary.json").read_text()) for at in (left, tmp_path / "pytorch")]
     assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+
+
+def test_a_mean_of_epochs_goes_on_where_more_weights_are_trained(tmp_path):
+    """It took the weights of the third epoch twice, where a tensor was not in the mean of the checkpoint."""
+    keys = {"model": {"name": "mlp", "hidden": [5, 4]}, "swa": {"epochs": 3}, "checkpoint": {"save_top_k": 9}}
+    frozen = [{"match": "fc1.*", "freeze": True}]
+    trained(tmp_path, "pytorch", 4, optim={"groups": frozen}, **keys)
+    second, third = (load(tmp_path / "checkpoints" / f"step-0000000{step}").model for step in (2, 3))
+    more = {"resume": "step-00000003", "allow_change": ["optim.groups"]}
+    tree = trained(tmp_path, "pytorch", 4, optim={"groups": [{"match": "fc1.bias", "freeze": True}]}, **keys, **more)
+    for name in ("fc1.kernel", "fc2.kernel", "fc3.bias"):
+        last = tree[f"exchange/training_weights/{name}"]
+        expected = (second[f"weights/{name}"] + third[f"weights/{name}"] + last) / 3
+        np.testing.assert_allclose(tree[f"weights/{name}"], expected, rtol=1e-12, atol=1e-15)

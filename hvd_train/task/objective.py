@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.errors import ConfigError
-from hvd_train.metrics.metric import LabelForm, Mean, Metric, Predictions, weighted_sum
+from hvd_train.metrics.metric import LabelForm, Metric, Predictions, weighted_sum
 from hvd_train.metrics.table import METRICS, loss_function
 from hvd_train.protocol import PARTNER, SHARE, Field, Ops, Sample, Tensor, one_or_all
 from hvd_train.task.user_functions import UserFunction, UserLibraryMetric, UserMean, UserSums, for_each, user_metric
@@ -44,6 +44,8 @@ class Objective:
         # (C,): what a sample of each class counts.
         self._class_weights = np.array(class_weights, np.float64) if class_weights is not None else None
         self.weighted_by_data = self.masked or class_weights is not None
+        # With a loss of the user: whether the built-in metrics look at classes, some of which may not count.
+        self._of_classes = False
         self._built_in = [name for name in metrics if ":" not in name]
         self._check_metrics()
         self._check_classes(self.field.classes or 0 if self.field and loss == "cross_entropy" else 0)
@@ -59,7 +61,7 @@ class Objective:
         if row.metric_class.one_label_only and form.kind == "labels":
             fix = "leave it out, or take accuracy or recall_macro"
             raise ConfigError("several labels of yes and no, and it is of one", where=f"task.metrics: {name}", fix=fix)
-        return row.metric_class(form, self.masked, **row.options)
+        return row.metric_class(form, self.masked or self._of_classes, **row.options)
 
     def _check_metrics(self) -> None:
         """Check that built-in metrics look at the kind of labels that a built-in loss looks at."""
@@ -103,8 +105,10 @@ class Objective:
         raw = self.select(outputs), self.select(labels)
         if self.user_loss:
             self.weighted_by_data = self.user_loss.probe(*raw, weights, self._ops)
-            if any(not isinstance(self.metrics[name], Mean) for name in self._built_in):
-                form = LabelForm.of_shapes(*(tuple(x.shape)[1:] for x in self._for_built_in_metrics(*raw)))
+            if self._built_in:
+                z, y = self._for_built_in_metrics(*raw)
+                self._of_classes = len(z.shape) > len(y.shape)
+                form = LabelForm.of_shapes(tuple(z.shape)[1:], tuple(y.shape)[1:])
                 self.metrics |= {name: self._built(name, form) for name in self._built_in}
         present = self._ops.cast(raw[1] == raw[1], self._ops.dtype(weights)) if self.masked else None
         predictions = Predictions(*raw, weights, present, raw, self._ops)
@@ -119,7 +123,7 @@ class Objective:
         if self.user_loss:
             values, place_weights = self.user_loss.checked_values(*raw, weights, self.weighted_by_data)
             z, y = self._for_built_in_metrics(*raw)
-            present = None
+            y, present = self._counted(y, weights) if self._of_classes else (y, None)
         else:
             z, y, present = self._for_built_in_loss(*raw)
             place_weights = self._weights_of(y, present)
@@ -165,17 +169,19 @@ class Objective:
 
     def _for_built_in_loss(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return outputs and labels in shapes that belong together, and which places have a label if some do not."""
-        ops, present = self._ops, None
-        if self.masked:
-            present = ops.cast(y != self.ignore_index, ops.dtype(z))
-            # Any class will do where there is no label: the place has weight 0.
-            y = ops.where(y == self.ignore_index, 0, y)
+        y, present = self._counted(y, z) if self.masked else (y, None)
         if self.loss == "cross_entropy":
             classes = (self.field.classes if self.field else None) or 1
             if not fits(tuple(z.shape), tuple(y.shape), classes):
                 raise unfit(tuple(z.shape), tuple(y.shape), classes)
             return z, y, present
         return *self._numbers(f"task.loss: {self.loss}", z, y), None
+
+    def _counted(self, y: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return labels that are all classes, and which of them count, in the type of ``like``."""
+        present = self._ops.cast(y != self.ignore_index, self._ops.dtype(like))
+        # Any class will do where there is no label: the place has weight 0.
+        return self._ops.where(y == self.ignore_index, 0, y), present
 
     def _for_built_in_metrics(self, z: Any, y: Any) -> tuple[Any, Any]:
         """Return outputs and labels for built-in metrics; the loss is the user's, which may take any shapes."""

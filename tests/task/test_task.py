@@ -321,6 +321,28 @@ def test_a_share_of_nothing_is_0():
     assert (found["f1"], found["precision"], found["recall"]) == (0, 0, 0)
 
 
+@pytest.mark.parametrize(("kind", "more"), [(np.int64, ["top5", "cross_entropy"]), (np.float32, [])])
+def test_built_in_metrics_beside_a_loss_of_the_users_leave_out_what_has_no_label(monkeypatch, kind, more):
+    """Half of the places had the label -100, and the accuracy of a model without a mistake was 0.5."""
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(none=lambda z, y: z[:, 0, 0] * 0))
+    config = TaskConfig(loss="own_task:none", metrics=["accuracy", "f1_macro", *more])
+    task = Task(config, fields((PLACES,), "int64"), NumpyOps())
+    y = RNG.integers(CLASSES, size=(N, PLACES)).astype(kind)
+    z = RNG.normal(size=(N, PLACES, CLASSES)) + 9 * (np.arange(CLASSES) == y[..., None])
+    task.probe(z[:2], {"label": y[:2] * 0}, np.ones(2))
+    there = RNG.random((N, PLACES)) < 0.5
+    z[~there] = -z[~there]
+    for ignored, wanted in ((False, 0.5), (True, 1.0)):
+        labels = np.where(there, y, -100) if ignored else y
+        parts = np.array_split(np.arange(N), 3)
+        found = task.results(sum(task(z[k], {"label": labels[k]}, np.ones(len(k)))[1] for k in parts))
+        assert found["accuracy"] == pytest.approx(wanted, abs=0 if ignored else 0.15)
+    assert found["f1_macro"] == 1
+    if more:
+        places = -np.log(np.take_along_axis(softmax(z), y[..., None], -1))[..., 0]
+        assert found["top5"] == 1 and found["cross_entropy"] == pytest.approx(places[there].mean())
+
+
 @pytest.mark.parametrize("label", [0.1, 1 / 3, 123.456, 0.0, -2e5])
 def test_r2_of_equal_labels_is_not_a_number(label):
     """Of 1,003 labels 0.1 in batches it was -7e16: what rounding had left of the sums was their spread."""

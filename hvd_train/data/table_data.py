@@ -175,7 +175,8 @@ def _of_lists(
             inputs[name] = table.numbers(name)
             continue
         flat, sizes = table.lists(name)
-        kept = flat if flat.dtype.kind == "f" else flat.astype(np.int64)
+        # Of 64 bits without a sign, those that int64 does not hold are refused where samples are read.
+        kept = flat if flat.dtype.kind == "f" or flat.dtype == np.uint64 else flat.astype(np.int64)
         inputs[name] = joined_rows(kept, sizes, f"column '{name}'", where, lengths)
     for name in labels:
         of_classes = task.classes(name, True)

@@ -229,3 +229,17 @@ def test_a_loss_of_numbers_gets_numbers(tmp_path):
     path = written(tmp_path, texts=TEXTS[:6], labels=[0, 2, 1] * 2)
     data = opened(path, task=TaskConfig(loss="own:loss"), request=DataRequest(split="all"))
     assert rows(data.parts["all"])[1].dtype == np.int64
+
+
+def test_lists_of_numbers_of_64_bits_do_not_change_their_sign(tmp_path):
+    """2^63 + 5 became -(2^63) + 5."""
+    path = tmp_path / "lists.parquet"
+    for last, fits in ((2**63 - 1, True), (2**63 + 5, False)):
+        ids = pyarrow.array([[1, 2], [3, last]] * 4, pyarrow.list_(pyarrow.uint64()))
+        parquet.write_table(pyarrow.table({"ids": ids, "kind": [0, 1] * 4}), path)
+        source = opened(path, "table", DataRequest(split="all")).parts["all"]
+        if fits:
+            assert source.fetch(np.arange(2))[0]["ids"][:, :2].tolist() == [[1, 2], [3, last]]
+        else:
+            with pytest.raises(DataError, match="a number of more than 63 bits"):
+                source.fetch(np.arange(2))

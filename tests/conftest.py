@@ -20,6 +20,7 @@ settings.register_profile(
 )
 settings.load_profile("tests")
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as ranks have it; before torch is loaded
 SHOWN = 20
 # The longest first, so that both workers end at about the same time.
 LONGEST = [

@@ -208,7 +208,7 @@ def test_a_rank_binds_all_of_its_threads():
 def test_rank_settings(monkeypatch):
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
     alone = rank_settings(World(), "pytorch", 3, verbose=False)
-    assert alone == {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
+    assert alone == {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "GOMP_SPINCOUNT": "1000"}
     gloo = rank_settings(World(0, 2, 0, 2, "horovodrun"), "tensorflow", 1, verbose=False)
     assert gloo["HOROVOD_FUSION_THRESHOLD"] == "0"
     assert gloo["TF_CPP_MIN_LOG_LEVEL"] == "3" and gloo["KERAS_BACKEND"] == "tensorflow"

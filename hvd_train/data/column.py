@@ -18,6 +18,11 @@ INPUT, LABEL = "input", "label"  # names of arrays that came without one
 TRAVEL = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 
 
+def is_class(number: int, classes: int | None) -> bool:
+    """Return whether ``number``, as of ``task.ignore_index``, is one of so many classes."""
+    return 0 <= number < (classes or 0)
+
+
 @dataclass(frozen=True)
 class Column:
     """One named array of all samples: ``values`` needs only ``shape``, ``dtype``, ``len`` and ``[rows]``.

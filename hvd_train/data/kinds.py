@@ -17,6 +17,7 @@ from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import formats, images, masked, packed, webdataset
 from hvd_train.data.arrays import Arrays
 from hvd_train.data.classes import Known, Words, values_of
+from hvd_train.data.column import is_class
 from hvd_train.data.dataset import DataRequest, Parts, Whole, existing_folder, existing_path, known
 from hvd_train.data.labeled_text import open_labeled_text
 from hvd_train.data.synthetic import Synthetic
@@ -224,8 +225,9 @@ def _synthetic(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
     """num_samples made-up samples of input_shape, for timing; needs no memory"""
     n, classes = config.num_samples, config.num_classes or 10
     held = max(1, int(n * config.val_fraction))
-    val = Synthetic(held, config.input_shape, classes, n, task.ignore_index)
-    return {"train": Synthetic(n, config.input_shape, classes, 0, task.ignore_index), "val": val}
+    masked = is_class(task.ignore_index, classes)
+    val = Synthetic(held, config.input_shape, classes, n, masked)
+    return {"train": Synthetic(n, config.input_shape, classes, 0, masked), "val": val}
 
 
 def _text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
@@ -241,8 +243,9 @@ def _text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
         what = f"{len(data):,} bytes are too few for a training and a validation sample of {length}"
         raise DataError(what, where=str(path), fix=f"give at least {2 * length + 1:,}, or lower data.sequence_length")
     held = min(count - 1, max(1, round(count * config.val_fraction)))
-    parts = {"train": (0, count - held), "val": (count - held, count)}
-    return {name: Text(data, length, *part, task.ignore_index) for name, part in parts.items()}
+    masked = is_class(task.ignore_index, Text.CLASSES)
+    train, val = Text(data, length, 0, count - held, masked), Text(data, length, count - held, count, masked)
+    return {"train": train, "val": val}
 
 
 def _masked_text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:

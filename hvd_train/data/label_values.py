@@ -26,7 +26,7 @@ def check_values(parts: Mapping[str, Source], task: TaskConfig, where: str, of_i
     """
     for title, part in parts.items():
         for name, field in part.sample.labels.items():
-            loss, metrics = task.terms.get(name) or task.terms.get("") or ("", ())
+            loss, metrics = task.term(name)
             place = f"{where}, {title}"
             if field.divisor != 1 and not of_inputs:
                 _check_bytes(part, name, place)

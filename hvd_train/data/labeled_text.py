@@ -78,7 +78,7 @@ def _labels(table: tables.Table, label: str, classes: Known, task: TaskConfig) -
     """Return the labels: classes, or the numbers that another loss than cross_entropy takes."""
     if task.classes(LABEL, True):
         return table.classes(label, classes.label(LABEL, True), task.ignore_index)
-    loss, _ = task.terms.get(LABEL) or task.terms.get("") or ("", ())
+    loss, _ = task.term(LABEL)
     return table.numbers(label, keep_whole=":" in loss)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hvd_train.config import DataConfig, TaskConfig
-from hvd_train.data.column import is_image
+from hvd_train.data.column import is_class, is_image
 from hvd_train.data.manifest import AGAIN, KINDS, MANIFEST, Manifest, Part, Shard, read_manifest
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample
@@ -47,7 +47,7 @@ def _check_task(manifest: Manifest, sample: Sample, config: DataConfig, task: Ta
         if config.num_classes and field.classes and config.num_classes != field.classes:
             what = f"packed with {field.classes} classes, and data.num_classes is {config.num_classes}"
             raise DataError(what, where=str(folder), fix="leave it out, or set it when packing")
-        ignored = field.masked or 0 <= task.ignore_index < (field.classes or 0)
+        ignored = field.masked or is_class(task.ignore_index, field.classes)
         if ignored and task.ignore_index != manifest.ignore_index:
             what = f"packed with ignore_index {manifest.ignore_index}, and task.ignore_index is {task.ignore_index}"
             fix = f"set task.ignore_index: {manifest.ignore_index}, or pack again with this one"

@@ -12,7 +12,6 @@ from hvd_train.data.column import INPUT, LABEL
 from hvd_train.data.order import U64, mix, stream
 from hvd_train.protocol import Field, Fields, Sample
 
-NO_LABEL = -100  # of no sample
 NOISE = 0x5EED  # key of the synthetic noise
 
 
@@ -20,12 +19,12 @@ class Synthetic:
     """Sample i is a pure function of i: its class' pattern and noise, halved. Memory does not grow with n.
 
     ``start`` is the place of the first sample in the endless stream, so that training and validation never overlap.
-    ``ignore``: the class that does not count, if it is one.
+    ``masked``: samples of one class have no label.
     """
 
-    def __init__(self, n: int, shape: Sequence[int], num_classes: int, start: int = 0, ignore: int = NO_LABEL) -> None:
+    def __init__(self, n: int, shape: Sequence[int], num_classes: int, start: int = 0, masked: bool = False) -> None:
         self._shape, self._classes, self._n, self._start = tuple(shape), num_classes, n, start
-        label = Field((), "int64", classes=num_classes, masked=0 <= ignore < num_classes)
+        label = Field((), "int64", classes=num_classes, masked=masked)
         self.sample = Sample({INPUT: Field(self._shape, "float32")}, {LABEL: label})
         self._size = math.prod(self._shape)
         self._patterns = 0.5 * _noise(mix(NOISE, 1), np.arange(num_classes, dtype=U64), self._size)

@@ -140,7 +140,7 @@ def _of_table(
             known = classes.label(name if several else LABEL, len(labels) == 1)
             columns[name] = table.classes(name, known, task.ignore_index)
         else:
-            loss, _ = task.terms.get(name) or task.terms.get("") or ("", ())
+            loss, _ = task.term(name)
             columns[name] = table.numbers(name, keep_whole=":" in loss)
     if several or not labels:
         return Arrays(inputs, columns, str(table.path), classes, task, table.notes, None, remarks, (features, ()))
@@ -186,6 +186,6 @@ def _of_lists(
         elif of_classes:
             columns[LABEL] = table.classes(name, classes.label(LABEL, True), task.ignore_index)
         else:
-            loss, _ = task.terms.get(LABEL) or task.terms.get("") or ("", ())
+            loss, _ = task.term(LABEL)
             columns[LABEL] = table.numbers(name, keep_whole=":" in loss)
     return Arrays(inputs, columns, where, classes, task, table.notes, False, remarks)

@@ -13,14 +13,14 @@ from hvd_train.protocol import Field, Fields, Sample
 class Text:
     """Samples ``start`` to ``stop`` of text: i holds bytes [i T, i T + T), as numbers; its labels are the next ones.
 
-    ``ignore``: the byte that does not count as a label, if it is one.
+    ``masked``: one of the bytes does not count as a label.
     """
 
     CLASSES = 256  # bytes
 
-    def __init__(self, data: np.ndarray, length: int, start: int, stop: int, ignore: int = -100) -> None:
+    def __init__(self, data: np.ndarray, length: int, start: int, stop: int, masked: bool) -> None:
         self._length = length
-        label = Field((length,), "int64", classes=self.CLASSES, masked=0 <= ignore < self.CLASSES)
+        label = Field((length,), "int64", classes=self.CLASSES, masked=masked)
         self.sample = Sample({INPUT: Field((length,), "uint8")}, {LABEL: label})
         self._bytes, self._start, self._n = data, start, stop - start
         picked = np.unique(np.linspace(0, self._n - 1, 64).astype(np.int64))

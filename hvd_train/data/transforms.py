@@ -152,7 +152,7 @@ def _remarks_on_places(sample: Sample, configs: Sequence[TransformConfig], task:
     moving = [config.name for config in configs if config.name in MOVING]
     if not moving or task is None:
         return ()
-    losses = {name: (task.terms.get(name) or task.terms.get("") or ("", ()))[0] for name in sample.labels}
+    losses = {name: task.term(name)[0] for name in sample.labels}
     return tuple(
         f"labels '{name}' are {field.shape[0]} numbers, which {', '.join(moving)} leaves as they are (places in the "
         "image, as of boxes and points, would be wrong)"

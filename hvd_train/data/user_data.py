@@ -13,6 +13,7 @@ from hvd_train.config.keys.lengths import LengthsConfig
 from hvd_train.config.user_code import user_function
 from hvd_train.data.arrays import Arrays
 from hvd_train.data.classes import Known
+from hvd_train.data.column import is_class
 from hvd_train.data.dataset import DataRequest, Parts, known
 from hvd_train.data.ragged import RaggedRows, check_lengths, is_ragged, ragged_rows
 from hvd_train.data.streams import Stream
@@ -154,7 +155,7 @@ class UserSource:
 
 def _may_be_masked(field: Field, ignore: int) -> bool:
     """Return whether some samples may have no label, or places without one: the first sample does not show it."""
-    return bool(field.classes and (field.shape or 0 <= ignore < field.classes))
+    return bool(field.classes and (field.shape or is_class(ignore, field.classes)))
 
 
 class RaggedSource(UserSource):

@@ -58,9 +58,13 @@ class TaskConfig(Section):
         loss, _ = self.terms.get(label) or (self.terms.get("") if alone else None) or ("", ())
         return loss == "cross_entropy"
 
+    def term(self, label: str) -> tuple[str, tuple[str, ...]]:
+        """Return the loss and the metrics that read this label; of one output they read whichever there is."""
+        return self.terms.get(label) or self.terms.get("") or ("", ())
+
     def asks_user_code(self, label: str) -> bool:
         """Return whether a loss or metric of the user reads this label."""
-        loss, metrics = self.terms.get(label) or self.terms.get("") or ("", ())
+        loss, metrics = self.term(label)
         return any(":" in name for name in (loss, *metrics))
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import secrets
 import stat
@@ -71,6 +73,17 @@ def write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
                 waiting = 0
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def appended(path: Path) -> io.FileIO:
+    """Open a file to add to, without a buffer; one that is missing is made.
+
+    A link is not followed, and a pipe that nobody reads is not waited for: both raise OSError.
+    """
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, f"{path.name} is a symbolic link", str(path))
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return open(os.open(path, flags, 0o666), "ab", buffering=0)
 
 
 def ours_alone(paths: Iterable[Path]) -> bool:

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hvd_train import files
 from hvd_train.errors import CheckpointError
+from hvd_train.run_folder import reading
 
 NAME = "metrics.jsonl"
+MAX_BYTES, MAX_LINE_BYTES = 1 << 30, 1 << 20
 
 
 class MetricsFile:
@@ -17,7 +20,7 @@ class MetricsFile:
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / NAME
         # Without a buffer: a row is in the file when it was written, and a full disk shows at once.
-        self._stream = open(self.path, "ab", buffering=0)  # noqa: SIM115
+        self._stream = files.appended(self.path)
         self._kept = b""
         self._why = ""
 
@@ -57,29 +60,29 @@ class MetricsFile:
 def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
     """Return (the rows of a run, the number of damaged lines); a last line that a kill cut short is no damage.
 
+    A power cut can leave zeros where a line was: that is damage.
+
     Raises CheckpointError where the file cannot be read.
     """
-    path = run_dir / NAME
+    path, rows, damaged = run_dir / NAME, [], 0
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        with reading.opened(path, MAX_BYTES) as stream:
+            while line := stream.readline(MAX_LINE_BYTES):
+                row = _row(line)
+                if row is not None:
+                    rows.append(row)
+                elif line.endswith(b"\n") or not line.startswith(b"{") or b"\0" in line:
+                    damaged += 1
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    rows, damaged = [], 0
-    for line in lines:
-        row = _row(line)
-        if row is not None:
-            rows.append(row)
-        elif line.endswith(b"\n"):
-            damaged += 1
     return rows, damaged
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
     """Return the row of a line, or None for one that no run has written."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = reading.parsed(line)
+    except ValueError:
         return None
     kinds = {"event": str, "epoch": int, "step": int}
-    known = isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in kinds.items())
-    return row if known else None
+    return row if all(type(row.get(name)) is kind for name, kind in kinds.items()) else None

@@ -7,17 +7,20 @@ import os
 import secrets
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hvd_train import files
 from hvd_train.checkpoint import store
-from hvd_train.errors import ConfigError
+from hvd_train.errors import CheckpointError, ConfigError
+from hvd_train.run_folder import reading
 
+SUMMARY = "summary.json"
 REQUEUED = "requeued.json"  # at which step a job was started again
 VOCABULARY = "vocabulary.json"  # of a text whose words are numbered
 RUN = (
-    "checkpoints", "tensorboard", "loggers", "metrics.jsonl", "metrics.csv", "summary.json", "config.yaml",
+    "checkpoints", "tensorboard", "loggers", "metrics.jsonl", "metrics.csv", SUMMARY, "config.yaml",
     "environment.json", VOCABULARY, REQUEUED,
 )  # fmt: skip
 
@@ -41,7 +44,23 @@ def goes_on(run_dir: Path, resume: str | None) -> bool:
     return named == run_dir.resolve() or named.is_relative_to((run_dir / "checkpoints").resolve())  # may be a link
 
 
+def summary_steps(run_dir: Path) -> int:
+    """Return of how many steps the summary in a run folder is; 0 where there is none, or none that can be read."""
+    with suppress(OSError, CheckpointError):
+        steps = reading.json_object(run_dir / SUMMARY).get("steps")
+        return steps if isinstance(steps, int) else 0
+    return 0
+
+
 # ---- an old run in the way of a new one
+
+
+def leave(run_dir: Path, names: Sequence[str]) -> Path:
+    """Move these files of the run into ``left-XXXX``."""
+    left = run_dir / f"left-{secrets.token_hex(4)}"
+    left.mkdir()
+    _move([run_dir / name for name in names], left)
+    return left
 
 
 def retire(run_dir: Path) -> Path:

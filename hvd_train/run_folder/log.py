@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.checkpoint import store
-from hvd_train.errors import CheckpointError
-from hvd_train.run_folder import jsonl, layout
+from hvd_train.errors import CheckpointError, amount
+from hvd_train.run_folder import jsonl, layout, reading
 from hvd_train.run_folder.jsonl import MetricsFile
 from hvd_train.run_folder.lock import Lock
 from hvd_train.run_folder.tensorboard import Events
@@ -70,7 +70,8 @@ class RunLog:
 
     Nothing of the run folder is touched before ``begin``, which a training calls when its first step has been taken:
     it then writes ``files`` (name -> text or JSON), sets an old run aside (``replace``) or drops the lines after
-    ``resumed_at`` and sets later checkpoints aside, for a resumed run repeats the steps after its checkpoint.
+    ``resumed_at``, for a resumed run repeats the steps after its checkpoint. What such a run does not repeat is set
+    aside: later checkpoints, a summary of later steps, and all lines where there is no checkpoint (``resumed_at`` 0).
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class RunLog:
             left = None
             if self.resumed_at is not None:
                 left = store.leave(self.run_dir / "checkpoints", self.resumed_at)
+                self._leave_files(self.resumed_at)
                 self._truncate_after(self.resumed_at)
             for name, content in self.files.items():
                 layout.put(self.run_dir / name, content)
@@ -216,6 +218,18 @@ class RunLog:
     def straggler(self, epoch: int, step: int, row: Mapping[str, Any]) -> None:
         self._write({"event": "straggler", "epoch": epoch + 1, "step": step, **row})
 
+    def _leave_files(self, step: int) -> None:
+        """Move into ``left-XXXX`` what would count as this run's, and will not be written again with the same steps."""
+        later = layout.summary_steps(self.run_dir) > step
+        names = [layout.SUMMARY] * later
+        lines = len(jsonl.read(self.run_dir)[0]) if step == 0 and (self.run_dir / jsonl.NAME).exists() else 0
+        names += [jsonl.NAME] * bool(lines)
+        if names:
+            left = layout.leave(self.run_dir, names)
+            why = "there is no checkpoint, so the run begins at step 0" if step == 0 else f"the run is at step {step}"
+            what = [f"{amount(lines, 'line')} of {jsonl.NAME}"] * bool(lines) + ["the summary"] * later
+            self.warning(f"{why}; {' and '.join(what)} of an earlier start are now in {left}")
+
     def _truncate_after(self, step: int) -> None:
         if not (self.run_dir / jsonl.NAME).exists():
             return
@@ -231,7 +245,7 @@ class RunLog:
     def summary(self, values: dict[str, Any]) -> None:
         """Write summary.json and end metrics.jsonl. Raises CheckpointError where one of them cannot be written."""
         self.check()
-        path = self.run_dir / "summary.json"
+        path = self.run_dir / layout.SUMMARY
         try:
             layout.put(path, values if values.get("samples_per_second") else values | _speed(path, values))
         except OSError as error:
@@ -339,8 +353,8 @@ class RunLog:
 
 def _speed(path: Path, values: dict[str, Any]) -> dict[str, float]:
     """Return the speed in the summary ``path``, if it is of the same weights: without a step none is measured."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        before = json.loads(path.read_bytes())
+    with suppress(OSError, ValueError, KeyError, TypeError, CheckpointError):
+        before = reading.json_object(path)
         if before["weights_sha256"] == values["weights_sha256"]:
             return {"samples_per_second": float(before["samples_per_second"])}
     return {}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -44,6 +45,25 @@ def test_mpi_before_gloo(tools):
     tools()
     with pytest.raises(ConfigError, match="horovodrun is not installed; --launcher; run scripts/setup"):
         launchers.choose("auto")
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "TMP", "OMPI_MCA_orte_tmpdir_base"])
+def test_a_folder_of_temporary_files_that_mpirun_cannot_use(tools, monkeypatch, tmp_path, variable):
+    """Its ranks ended as if they had crashed."""
+    tools("mpirun", "horovodrun")
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / "none"))
+    with pytest.raises(ConfigError) as told:
+        launchers.choose("auto")
+    assert str(told.value).startswith(f"mpirun's files cannot be written: No such file or directory; {variable}: /")
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert launchers.choose("auto").name == "mpirun"
+    full = SimpleNamespace(free=5 << 20)
+    monkeypatch.setattr("hvd_train.launch.launchers.mpirun.shutil.disk_usage", lambda folder: full)
+    with pytest.raises(ConfigError, match=f"no room for mpirun's files.*5,242,880 free; {variable}: {tmp_path}; set"):
+        launchers.choose("mpirun")
+    assert launchers.choose("horovodrun").name == "horovodrun"
 
 
 def test_command_lines(tools, monkeypatch):

@@ -14,8 +14,8 @@ import time
 import pytest
 
 from hvd_train.errors import CheckpointError
+from hvd_train.run_folder import jsonl, terminal
 from hvd_train.run_folder import log as module
-from hvd_train.run_folder import terminal
 from hvd_train.run_folder.log import NullLog, RunLog
 from tests.limits import SECONDS
 
@@ -179,6 +179,61 @@ def test_a_damaged_line_does_not_keep_a_run_from_going_on(made, tmp_path, capsys
     made(resumed_at=4)
     assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [4]
     assert capsys.readouterr().out == "1 damaged line of metrics.jsonl left out\n"
+
+
+@pytest.mark.parametrize("end", [bytes(40), b'{"event": "tr' + bytes(40), bytes(40) + b"\n"])
+def test_a_last_line_of_zeros_is_a_damaged_line(made, tmp_path, capsys, end):
+    """What a power cut leaves. A line that a kill cut short is none."""
+    log, path = made(), tmp_path / "run" / "metrics.jsonl"
+    log.train(0, 4, {"loss": 1.0, "accuracy": 0.5, "samples": 10}, 0.1, 3.0)
+    log.close()
+    with path.open("ab") as stream:
+        stream.write(end)
+    assert jsonl.read(tmp_path / "run")[1] == 1
+    made(resumed_at=4)
+    assert capsys.readouterr().out == "1 damaged line of metrics.jsonl left out\n"
+
+
+def test_a_run_that_finds_no_checkpoint_keeps_the_lines_of_the_one_before(made, tmp_path, capsys):
+    """They were dropped without a word. Those that a resumed run repeats are dropped."""
+    log, run = made(), tmp_path / "run"
+    for step in (2, 4, 6):
+        log.train(0, step, {"loss": 1.0, "accuracy": 0.5, "samples": 10}, 0.1, 3.0)
+    log.summary({"steps": 6, "samples_per_second": 3.0})
+    before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "summary.json")}
+    capsys.readouterr()
+    made(resumed_at=0)
+    (left,) = run.glob("left-*")
+    assert {path.name: path.read_bytes() for path in left.iterdir()} == before
+    assert (run / "metrics.jsonl").read_bytes() == b"" and not (run / "summary.json").exists()
+    words = (
+        "there is no checkpoint, so the run begins at step 0; 3 lines of metrics.jsonl and the summary of an earlier"
+    )
+    assert capsys.readouterr().err == f"warning: {words} earlier start are now in {left}\n"
+    made(resumed_at=0)
+    assert capsys.readouterr().err == "" and [*run.glob("left-*")] == [left]
+
+
+def test_a_summary_of_later_steps_is_not_of_a_run_that_goes_on_from_earlier_ones(made, tmp_path, capsys):
+    """``watch`` would say "done" of it, and ``compare`` show its numbers."""
+    log, run = made(), tmp_path / "run"
+    log.summary({"steps": 6, "samples_per_second": 3.0})
+    capsys.readouterr()
+    made(resumed_at=6)
+    assert capsys.readouterr().err == "" and (run / "summary.json").exists()
+    made(resumed_at=4)
+    (left,) = run.glob("left-*")
+    assert [path.name for path in left.iterdir()] == ["summary.json"] and not (run / "summary.json").exists()
+    assert "the run is at step 4; the summary of an earlier start" in capsys.readouterr().err
+
+
+def test_a_link_is_not_followed(made, tmp_path):
+    """One that leads nowhere looked as if there was no file, and rows went to where it leads."""
+    (run := tmp_path / "run").mkdir()
+    (run / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        made()
+    assert not (tmp_path / "elsewhere").exists()
 
 
 class Disk:

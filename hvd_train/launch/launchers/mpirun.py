@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,26 @@ UNREACHABLE = 205  # Open MPI's exit code if a daemon cannot connect to mpirun
 # By default Open MPI asks a silent host after 5 minutes: with these it asks after 20 s, and gives it up 20 s later.
 KEEPALIVE = {"OMPI_MCA_oob_tcp_keepalive_time": "20", "OMPI_MCA_oob_tcp_keepalive_intvl": "5"}
 KEEPALIVE |= {"OMPI_MCA_oob_tcp_keepalive_probes": "4"}
+
+
+SESSION_BYTES = 10 << 20  # mpirun and its ranks keep 8.3 MB in files, 2 ranks as well as 8
+TEMPORARY = ("OMPI_MCA_orte_tmpdir_base", "TMPDIR", "TEMP", "TMP")  # in the order in which Open MPI reads them
+
+
+def _check_temporary() -> None:
+    """Refuse a folder of temporary files in which mpirun's ranks would end as if they had crashed."""
+    name = next((name for name in TEMPORARY if os.environ.get(name)), "TMPDIR")
+    folder = os.environ.get(name) or "/tmp"
+    fix = f"set {name} to another folder, or use --launcher horovodrun, which needs none"
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free
+    except OSError as error:
+        what = f"mpirun's files cannot be written: {error.strerror}"
+        raise ConfigError(what, where=f"{name}: {folder}", fix=fix) from error
+    if free < SESSION_BYTES:
+        what = f"the disk has no room for mpirun's files: {SESSION_BYTES:,} bytes needed, {free:,} free"
+        raise ConfigError(what, where=f"{name}: {folder}", fix=fix)
 
 
 class Mpirun(Launcher):
@@ -42,6 +64,7 @@ class Mpirun(Launcher):
         if not installed.mpi_built():
             where, fix = "--launcher mpirun", "use --launcher horovodrun"
             raise ConfigError("Horovod was built without MPI", where=where, fix=fix)
+        _check_temporary()
 
     def command(self, layout: Layout, program: Sequence[str]) -> list[str]:
         from hvd_train.launch.hosts import travelling

@@ -29,7 +29,7 @@ class CsvFile(Tracker):
             self._columns = [*dict.fromkeys([*_columns(self._run_dir), *row])]
             self._write_all()
         else:
-            with open(self._run_dir / NAME, "ab") as stream:
+            with io.BufferedWriter(files.appended(self._run_dir / NAME)) as stream:
                 stream.write(_text([row], self._columns, header=False))
 
     def _write_all(self) -> None:

@@ -57,6 +57,8 @@ class Progress:
     rate_factor: Annotated[float, Field(ge=0, le=1)] = 1.0  # what plateaus have made of the learning rate
     plateau_best: float | None = None
     plateau_waited: Annotated[int, Field(ge=-(1 << 53), le=1 << 53)] = 0  # below 0: of the cooldown
+    # Length of the warm-up as the run began, where it is given in epochs and all else in steps, or the reverse.
+    warmup: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     phase: Count = 0  # the epoch since which the same weights are trained (optim.groups)
 
 

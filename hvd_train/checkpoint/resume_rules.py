@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvd_train.checkpoint.comparable import PARTS, Measure, reading
 from hvd_train.checkpoint.manifest import Progress, sample_of
 from hvd_train.checkpoint.store import Snapshot
 from hvd_train.config import Config, changed
@@ -36,6 +37,8 @@ class RunFacts:
     axes: str | None = None  # in which residuals lie; None: there is none, or an older checkpoint does not tell
     devices: str = "1"  # blocks of each device of a rank, where a compressor's buckets depend on them
     order: str = ""  # what the order of samples depends on
+    reading: dict[str, Any] = field(default_factory=dict)  # see comparable.reading
+    best: str = "none"  # the monitor of checkpoint.save_top_k
 
     @classmethod
     def of(
@@ -66,7 +69,13 @@ class RunFacts:
             axes=axes,
             devices=" + ".join(map(str, split)) if placed and compression not in (None, "none") else "1",
             order=f"seed {config.seed}, sampling {config.data.sampling}, lengths {config.data.lengths}",
+            reading=reading(config, data, ranks),
+            best=config.checkpoint.monitor if config.checkpoint.save_top_k else "none",
         )
+
+    @property
+    def measure(self) -> Measure:
+        return Measure(self.task, self.data, self.reading)
 
 
 @dataclass(frozen=True)
@@ -123,27 +132,24 @@ def _forget_plateau(r: Resumption) -> str:
 def _compare_anew(r: Resumption) -> str:
     """Forget what was best of values that now are of another loss or of other data: they are not comparable."""
     before, now, p = r.before, r.now, r.progress
-    losses = [{key: x for key, x in facts.task.items() if key != "metrics"} for facts in (before, now)]
-    others = [part for part, facts in before.data.items() if facts != now.data.get(part)]
 
-    def differs(rule: str) -> bool:
-        monitor = rule.rpartition(" ")[2]
-        return rule != "none" and (losses[0] != losses[1] or monitor.partition("_")[0] in others)
+    def reason(rule: str) -> str:
+        return "" if rule == "none" else before.measure.difference(now.measure, rule.rpartition(" ")[2])
 
-    forgets = []
-    if differs(now.early_stopping) and (p.best is not None or p.waited):
-        forgets.append("early stopping")
+    forgets = {}
+    if (why := reason(now.early_stopping)) and (p.best is not None or p.waited):
+        forgets["early stopping"] = why
         p.stopped = p.stopped and p.waited < before.patience
         p.best, p.waited = None, 0
-    if differs(now.plateau) and (p.plateau_best is not None or p.plateau_waited):
-        forgets.append("optim.plateau")
+    if (why := reason(now.plateau)) and (p.plateau_best is not None or p.plateau_waited):
+        forgets["optim.plateau"] = why
         p.plateau_best, p.plateau_waited = None, 0
+    if why := reason(now.best):  # store compares checkpoints in the same way
+        forgets["checkpoint.save_top_k"] = why
     if not forgets:
         return ""
-    names = {"train": "training", "val": "validation"}
-    data = f"the {' and '.join(names[part] for part in others)} data are others"
-    reason = "the loss is another one" if losses[0] != losses[1] else data
-    return f"{' and '.join(forgets)}: {reason}; what was best before does not count"
+    reasons = " and ".join(dict.fromkeys(forgets.values()))
+    return f"{', '.join(forgets)}: {reasons}; what was best before does not count"
 
 
 def _wait_longer(r: Resumption) -> str:
@@ -359,7 +365,7 @@ def data_facts(train: Source, val: Source) -> dict[str, dict[str, Any]]:
 def changed_parts(before: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """List the parts of the data that differ from the checkpoint's, as "training: 88 samples -> 120"."""
     rows = []
-    for part, name in {"train": "training", "val": "validation"}.items():
+    for part, name in PARTS.items():
         if part in before and before[part] != now[part]:
             old, new = (f"{facts[part]['samples']:,}" for facts in (before, now))
             rows.append(f"{name}: {old} samples -> {new}" if old != new else f"{name}: {new} samples, but others")

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from hvd_train import faults
 from hvd_train.checkpoint.arrays import packed, unpack
+from hvd_train.checkpoint.comparable import Measure
 from hvd_train.checkpoint.manifest import MANIFEST, NAME, Progress, encode, read
 from hvd_train.config import Config
 from hvd_train.errors import CheckpointError
@@ -309,16 +310,20 @@ def _ranked(
 ) -> list[tuple[float, int, Path]]:
     """Return (monitored value, best smallest; step; path) of the checkpoints that have one, best first.
 
-    ``warn``: of each one whose manifest is damaged, and which may have been the best.
+    Only values of what the newest one's is of are compared: after a change of the data or of the loss others do not
+    count. ``warn``: of each checkpoint whose manifest is damaged, and which may have been the best.
     """
-    sign, rows = (1 if mode == "min" else -1), []
-    for step, path in find(folder):
+    sign, rows, now = (1 if mode == "min" else -1), [], None
+    for step, path in reversed(find(folder)):
         try:
-            value = read(path)[0].meta.monitor.get(monitor)
+            manifest, meta = read(path)
         except CheckpointError as error:
             warn(f"checkpoint {path.name} cannot be used ({error}); the best of the others is taken")
             continue
-        if value is not None and math.isfinite(value):
+        measure = Measure.of_checkpoint(meta)
+        now = now or measure
+        value = manifest.meta.monitor.get(monitor)
+        if value is not None and math.isfinite(value) and not measure.difference(now, monitor):
             rows.append((sign * float(value), step, path))
     return sorted(rows)
 

@@ -106,12 +106,16 @@ class Schedule:
 
     With base = lr * scale and W warm-up steps, step < W has base (step + 1) / W. ``FORMULAS`` has the rates that
     follow. Never below min_lr after warm-up.
+
+    ``ends_at_step``: the length of the training is given in steps; ``warmup``: see ``mixed_warmup``.
     """
 
     optim: OptimConfig
     global_batch: int
     steps_per_epoch: int
     total_steps: int
+    ends_at_step: bool = False
+    warmup: float = 0.0
 
     @classmethod
     def of(cls, config: Config, samples: int, ranks: int) -> Schedule:
@@ -120,10 +124,13 @@ class Schedule:
         steps = -(-samples // global_batch)
         limit = min(config.limit_train_batches or steps, steps)
         totals = [config.max_steps, config.max_epochs and config.max_epochs * limit]
-        return cls(config.optim, global_batch, limit, min(total for total in totals if total))
+        total = min(total for total in totals if total)
+        return cls(config.optim, global_batch, limit, total, total == config.max_steps)
 
     @property
     def warmup_steps(self) -> int:
+        if self.warmup:
+            return round(self.warmup * (1 if self.counts_steps else self.steps_per_epoch))
         return self.optim.warmup_steps or round(self.optim.warmup_epochs * self.steps_per_epoch)
 
     @property
@@ -133,9 +140,26 @@ class Schedule:
         return self.optim.schedule_unit == "steps" or not row.units
 
     @property
-    def in_steps(self) -> bool:
-        """Return whether rates follow the number of the step alone, whatever the length of the training or an epoch."""
-        return self.by_step and not row_of(self.optim.schedule).to_end and not self.optim.warmup_epochs
+    def counts_steps(self) -> bool:
+        """Return whether rates follow the number of the run's step, and not the place in the epochs."""
+        row = row_of(self.optim.schedule)
+        from_start = not row.to_end and (row.units or not self.optim.warmup_epochs)
+        return self.by_step and (self.ends_at_step or from_start)
+
+    @property
+    def mixed_warmup(self) -> float:
+        """Return the length of a warm-up given in epochs where all else counts steps, in steps; or the reverse; else 0.
+
+        A run keeps to it: on another number of ranks an epoch has other steps, and the rate would leap.
+        """
+        if not self.warmup_steps or bool(self.optim.warmup_steps) == self.counts_steps:
+            return 0.0
+        return self.warmup_steps / (1 if self.counts_steps else self.steps_per_epoch)
+
+    @property
+    def warmup_as_given(self) -> list[Any]:
+        """Return what the configuration says of the warm-up, and in which unit the schedule counts."""
+        return [self.optim.warmup_epochs, self.optim.warmup_steps, self.counts_steps]
 
     def rate(self, step: int) -> float:
         optim, warmup = self.optim, self.warmup_steps

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from hvd_train.checkpoint.writer import Writer, packed_error, raise_if_failed
 from hvd_train.core.agreement import NONFINITE_FIX, collectively
 from hvd_train.core.mean import is_float
 from hvd_train.core.precision import FIRST_SCALE
+from hvd_train.core.schedule import Schedule
 from hvd_train.core.stages import of_other_stages
 from hvd_train.core.training import Training
 from hvd_train.errors import CheckpointError, NonFiniteError
@@ -126,7 +128,8 @@ def _copy(
         "neutral": True,  # each rank's running statistics have canonical names; older checkpoints do not say so
         "sample": saved_sample(training.sample),
         "data": training.data,
-        "progress": asdict(p),
+        # Versions that do not know the key read checkpoints without it.
+        "progress": {key: x for key, x in asdict(p).items() if x or key != "warmup"},
         "monitor": dict(metrics),
     }
     return store.Snapshot(p.step, p.epoch, p.consumed, model, optimizer, local, meta)
@@ -182,12 +185,13 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
     training.update.finish_transfers()  # of a training that goes back
     averages: Tree = {}  # this rank's running statistics, where the run was interrupted
     # Rank 0 alone reads the checkpoint; the others get its facts, then the tensors piece by piece.
-    head = collectively(communicator, lambda: _head(snapshot) if communicator.rank == 0 else b"")
+    head = collectively(communicator, lambda: _head(training, snapshot) if communicator.rank == 0 else b"")
     saved = json.loads(communicator.broadcast_bytes(head))
     kept: Tree = {}  # residuals and slots of this rank alone
     if saved:
         before, now = RunFacts(**saved["facts"]), _facts(training)
         training.progress = Progress(**saved["progress"])
+        _keep_warmup(training, saved["warmup"])
         loss_scale = FIRST_SCALE if training.scaled else 1.0
         sums = training.frontend.task.length
         notes += resume_rules.carry_over(
@@ -233,6 +237,13 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
     return notes
 
 
+def _keep_warmup(training: Training, as_given: list[Any]) -> None:
+    """Keep the warm-up's length of a run that goes on, unless it is given otherwise now."""
+    begun = replace(training.schedule, warmup=0.0)
+    kept = training.progress.warmup if as_given == begun.warmup_as_given else begun.mixed_warmup
+    training.progress.warmup, training.schedule = kept, replace(begun, warmup=kept)
+
+
 def _check_averages(training: Training, averages: Tree) -> None:
     """Refuse running statistics of this rank that the model does not have."""
     # ``load`` leaves out what it does not know: the run would go on with others, without a word.
@@ -250,7 +261,7 @@ def _facts(training: Training) -> RunFacts:
     return RunFacts.of(config, config.framework, training.compression, training.data, ranks, axes=axes)
 
 
-def _head(snapshot: store.Snapshot | None) -> bytes:
+def _head(training: Training, snapshot: store.Snapshot | None) -> bytes:
     """Return the facts of a checkpoint that all ranks must know, as JSON; {}: there is none."""
     if snapshot is None:
         return b"{}"
@@ -259,9 +270,13 @@ def _head(snapshot: store.Snapshot | None) -> bytes:
     keys = {key for tree in snapshot.local for key in tree}
     axes = meta.get("axes") if any(map(is_residual, keys)) else None  # all else has canonical axes
     facts = RunFacts.of(config, snapshot.framework, kind, data, ranks, meta.get("two_phase", False), axes)
+    progress, train = snapshot.progress, data.get("train")
+    schedule = Schedule.of(config, train["samples"] if train else training.train_size, config.replicas(ranks))
+    progress.warmup = progress.warmup or schedule.mixed_warmup  # older checkpoints do not tell
     head = {
         "facts": asdict(facts),
-        "progress": asdict(snapshot.progress),
+        "progress": asdict(progress),
+        "warmup": schedule.warmup_as_given,
         "neutral": meta.get("neutral", False),
         "kept": sorted({"residuals" if is_residual(key) else key.split("/")[0] for key in keys} & KEPT),
     }

@@ -53,11 +53,8 @@ class Training:
         self.steps_per_epoch = -(-self.train_size // self.global_batch)
         self.limit = self.schedule.steps_per_epoch  # of those, so many are made
         self.epoch_size = min(self.train_size, self.limit * self.global_batch)  # samples
-        # A length in steps, or one that does not count, and no drop at the end of an epoch: the step alone counts.
-        to_step = self.schedule.total_steps == config.max_steps and self.schedule.by_step
-        self._rate_by_step = to_step or self.schedule.in_steps
         self.scaled = config.precision == "16-mixed"
-        self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0)
+        self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0, warmup=self.schedule.mixed_warmup)
         self.stop_wish = ""  # why a hook on this rank wishes to stop; the ranks agree on it with a line of the log
         self.stragglers = Stragglers()
 
@@ -88,10 +85,11 @@ class Training:
         """Return the rate of step number ``step`` of the run (from 0), the ``place``-th of its epoch.
 
         What is given in epochs follows the place in the epoch, so that it means the same after a resume on another
-        number of ranks.
+        number of ranks. A warm-up in the other unit keeps the length with which the run began.
         """
         p = self.progress
-        rate = self.schedule.rate(step if self._rate_by_step else p.epoch * self.schedule.steps_per_epoch + place)
+        in_epochs = p.epoch * self.schedule.steps_per_epoch + place
+        rate = self.schedule.rate(step if self.schedule.counts_steps else in_epochs)
         # What plateaus have made of it.
         return rate if p.rate_factor == 1 else max(rate * p.rate_factor, self.config.optim.min_lr)
 

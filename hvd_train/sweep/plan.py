@@ -97,7 +97,18 @@ def plan(
                 text = text.replace(f"--set {setting}", f"--param {setting}")
             raise ConfigError(text) from error
         trials.append(Trial(number, values, config))
+    _check_comparable(trials)
     return trials
+
+
+def _check_comparable(trials: Sequence[Trial]) -> None:
+    """Refuse trials of different losses whose best one is chosen by the loss."""
+    tasks = {json.dumps(one.config.task.model_dump(mode="json", exclude={"metrics"})) for one in trials}
+    monitor = trials[0].config.checkpoint.monitor
+    if len(tasks) > 1 and monitor.endswith("loss"):
+        what = f"{monitor} decides which trial is best, and the trials have different losses"
+        fix = "choose by a metric: --set checkpoint.monitor=val_accuracy, or one of your task.metrics"
+        raise ConfigError(what, where="--param task", fix=fix)
 
 
 def _parsed(param: str, random_: bool) -> tuple[str, list[Any] | Range]:

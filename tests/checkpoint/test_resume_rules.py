@@ -93,13 +93,45 @@ def test_what_follows_of_a_change(changes, expected, line):
 )
 def test_a_plateau_compares_values_of_the_same_data(monitor, part, forgotten):
     """Of harder ones no value would be as good as the best before, and the rate would fall at every patience."""
-    before = replace(FACTS, plateau=f"min of {monitor}" if monitor != "none" else monitor, early_stopping="none")
+    plateau = f"min of {monitor}" if monitor != "none" else monitor
+    before = replace(FACTS, plateau=plateau, early_stopping="none", best="none")
     now = replace(before, data=DATA | {part: {"samples": 20, "fingerprint": "c"}})
     progress = Progress(step=10, epoch=2, rate_factor=0.5, plateau_best=0.3, plateau_waited=1, stopped=True)
     notes = carry_over(Resumption(progress, before, now, 100, sums=2, loss_scale=1.0))
     kept = (progress.plateau_best, progress.plateau_waited) == (0.3, 1)
     assert kept != forgotten and ("what was best before" in "".join(notes)) == forgotten
     assert progress.rate_factor == 0.5 and progress.stopped, "it did not end by early stopping"
+
+
+COUNTED = ["task={loss: mse, metrics: [r2, 'mine:off']}"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "monitor", "why"),
+    [
+        ([], ["task.loss=mse"], "val_loss", "the loss is another one"),
+        ([], ["task.metrics=[accuracy, top5]"], "val_accuracy", ""),
+        (COUNTED, ["task={loss: mse, metrics: [r2, 'yours:off']}"], "val_off", "the metric off is another function"),
+        (COUNTED, ["task={loss: mse, metrics: [r2, 'yours:off']}"], "val_r2", ""),
+        ([], ["limit_val_batches=1", "batch_size=4"], "val_loss", "the validation data are read in another way"),
+        ([], ["limit_val_batches=1", "batch_size=10"], "val_loss", ""),  # on two ranks these are all 20 samples
+        ([], ["data.transforms=[{name: normalize, mean: 1, std: 2}]"], "val_loss", "the validation data are read"),
+        ([], ["data.transforms=[random_horizontal_flip]"], "val_loss", ""),
+        ([], ["data.transforms=[random_horizontal_flip]"], "train_loss", "the training data are read"),
+        ([], ["data.lengths.max_length=8"], "val_loss", "the validation data are read in another way"),
+        (["data.lengths.block=64"], ["data.lengths.block=128"], "val_loss", ""),
+    ],
+)
+def test_values_of_the_same_alone_are_compared(before, now, monitor, why):
+    first, second = (RunFacts.of(load_config(None, keys), "pytorch", "none", DATA, 2) for keys in (before, now))
+    for measures in ((first.measure, second.measure), (second.measure, first.measure)):
+        found = measures[0].difference(measures[1], monitor)
+        assert found.startswith(why) and bool(found) == bool(why)
+    rules = {"early_stopping": f"min of {monitor}", "plateau": f"min of {monitor}", "best": monitor}
+    p = Progress(step=10, epoch=2, best=0.5, waited=1, plateau_best=0.5, plateau_waited=1)
+    notes = carry_over(Resumption(p, replace(first, **rules), replace(second, **rules), 100, sums=2, loss_scale=1.0))
+    assert (p.best, p.plateau_best) == ((None, None) if why else (0.5, 0.5))
+    assert len(notes) == bool(why) and all("early stopping, optim.plateau, checkpoint.save_top_k" in x for x in notes)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import hashlib
 import json
@@ -494,6 +495,27 @@ def test_without_a_monitored_value_a_checkpoint_is_not_best(tmp_path):
     store.save(tmp_path, snapshot(4))
     store.prune(tmp_path, save_top_k=1, save_last=False, monitor="val_loss", mode="min")
     assert [step for step, _ in store.find(tmp_path)] == [1]
+
+
+def test_a_value_of_other_data_is_not_best(tmp_path):
+    """A run that went on with harder data: what was easy before is no better, and would stay the best for ever."""
+    meta = full_snapshot().meta
+    others = meta | {"data": {**meta["data"], "val": {"samples": 53, "fingerprint": "others"}}}
+    of_loss = copy.deepcopy(others)
+    of_loss["config"]["task"]["loss"] = "mse"
+    rows = [(1, meta, 0.1), (2, others, 0.5), (3, others, 0.4), (4, others, 0.6)]
+    for step, facts, loss in rows:
+        progress = asdict(Progress(step=step, epoch=1, consumed=32))
+        facts = facts | {"monitor": {"val_loss": loss, "train_loss": loss}, "progress": progress}
+        store.save(tmp_path, Snapshot(step, 1, 32, *PARTS, [], facts))
+    assert store.resolve(tmp_path.parent, str(tmp_path)).name == "step-00000004"
+    assert [step for _, step, _ in store._ranked(tmp_path, "val_loss", "min")] == [3, 2, 4]
+    assert [step for _, step, _ in store._ranked(tmp_path, "train_loss", "min")] == [1, 3, 2, 4]
+    of_loss |= {"monitor": {"val_loss": 9.0}, "progress": asdict(Progress(step=5, epoch=1, consumed=32))}
+    store.save(tmp_path, Snapshot(5, 1, 32, *PARTS, [], of_loss))
+    store.prune(tmp_path, save_top_k=1, save_last=True, monitor="val_loss", mode="min")
+    assert [step for step, _ in store.find(tmp_path)] == [4, 5]
+    assert store.best(tmp_path, "val_loss", "min").startswith("val_loss 9.0000 in epoch")
 
 
 def test_words_and_paths(tmp_path):

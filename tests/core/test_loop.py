@@ -22,6 +22,7 @@ from hvd_train.core.callbacks.advice import OneThreadAdvice
 from hvd_train.core.callbacks.speed import Speed
 from hvd_train.core.hooks import Hook
 from hvd_train.core.loop import Trainer
+from hvd_train.core.schedule import Schedule
 from hvd_train.core.step import forward_seed
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, NonFiniteError
@@ -278,6 +279,38 @@ def test_what_a_schedule_counts_in_steps_are_those_of_the_run(tmp_path, keys):
     seen = {step: rate for _, step, _, rate, _ in log.trains}
     assert summary["epochs"] == 3 and min(seen) == 15
     assert seen == {step: made.schedule.rate(step - 1) for step in seen}
+
+
+@pytest.mark.parametrize(
+    ("length", "keys"),
+    [
+        ({"max_epochs": None, "max_steps": 60}, {"schedule": "cosine", "warmup_epochs": 2}),
+        ({"max_epochs": None, "max_steps": 60}, {"warmup_epochs": 2}),
+        ({"max_epochs": None, "max_steps": 60}, {"schedule": "inverse_sqrt", "warmup_epochs": 2}),
+        ({"max_epochs": 5}, {"schedule": "cosine", "warmup_steps": 20}),
+        ({"max_epochs": 5}, {"schedule": "exponential", "gamma": 0.5, "warmup_steps": 20}),
+        ({"max_epochs": 5}, {"schedule": "exponential", "gamma": 0.9, "schedule_unit": "steps", "warmup_epochs": 2}),
+    ],
+)
+@pytest.mark.parametrize("killed_at", [16, 40])
+def test_the_rate_does_not_leap_on_other_ranks_where_the_warmup_has_another_unit(tmp_path, length, keys, killed_at):
+    """On 1, then 2, then 1 rank again; 14 and 7 steps an epoch. A warm-up of 28 steps became one of 14 steps."""
+    c = config(
+        global_batch_size=None, batch_size=4, log_every_n_steps=1, checkpoint={"every_n_steps": 1},
+        optim={"lr": 0.1, **keys}, **length,
+    )  # fmt: skip
+    first = Schedule.of(c, N, 1)
+    for ranks, steps in ((1, killed_at), (2, 4)):
+        with pytest.raises(Stop):
+            run_ranks(ranks, lambda com, k=steps: trainer(com, c, tmp_path, KillingLog(k), resume=True).fit())
+    log = Recorder()
+    final(1, c, tmp_path, log=log, resume=True)
+    (epoch, step, _, rate, _), *_ = log.trains
+    assert step == killed_at + 3, "15 or 39 steps of one rank, then 3 of two"
+    if first.counts_steps:
+        assert [rate for *_, rate, _ in log.trains] == [first.rate(k - 1) for _, k, *_ in log.trains]
+    else:  # each step of two ranks is two of one
+        assert abs(rate - first.rate(killed_at - 1 + 2 * 3)) <= 0.006
 
 
 def test_an_epoch_that_is_over_on_fewer_ranks_takes_no_further_step(tmp_path):

@@ -77,12 +77,19 @@ def test_random():
         (["optim.lr=[1"], "not valid YAML; --param"),
         (["optim.lr=1", "optim.lr=2"], "stands twice"),
         ([], "no parameter is given"),
+        (["task.ignore_index=-100,0"], "val_loss decides which trial is best, and the trials have different losses"),
     ],
 )
 def test_mistakes(params, what):
     with pytest.raises(ConfigError) as caught:
         planned(*params)
     assert what in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_trials_of_different_losses_are_compared_by_a_metric(tmp_path):
+    """The smallest of two different losses says nothing: mse of 0.02 is not better than cross_entropy of 0.3."""
+    params = ["task.class_weights=null,balanced"]
+    assert len(plan(TINY, ["checkpoint.monitor=val_accuracy"], params, None, 0, tmp_path)) == 2
 
 
 def finished(trial, **summary):

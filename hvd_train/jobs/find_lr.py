@@ -27,7 +27,10 @@ from hvd_train.run_folder.log import NullLog
 
 MEMORY = 0.9  # of the running mean of losses: of one step they are too noisy to be told apart
 TOO_HIGH = 4.0  # times the lowest loss: training has diverged, and higher rates show nothing
-LEFT_OUT = 5  # steps at the beginning, whose running mean is of few
+SHARE = 0.2  # of the steps lies in the piece over which a slope is taken
+LEAST = 5  # steps of such a piece
+NOISE = 5.0  # deviations of a slope by chance: of 2,000 tests of 40 steps in which nothing learns, one is above
+ROUNDING = 1e-6  # of the first loss: smaller steps of it are no fall
 
 
 @dataclass(frozen=True)
@@ -52,16 +55,24 @@ class RangeTest(Training):
 
 
 def suggestion(rates: list[float], losses: list[float]) -> float | None:
-    """Return the rate at which the loss falls fastest, over the logarithm of the rate; None: it never falls.
+    """Return the rate at which the loss falls fastest, over the logarithm of the rate; None: it only varies.
 
-    ``losses``: running means, one for each rate. Rates above that of the lowest loss do not count: there training has
-    diverged, and a loss that was very high falls fast.
+    ``losses``: of each step. The slope at a rate is that of a line through the losses around it (least squares). Losses
+    after the lowest piece do not count: there training has diverged, and a loss that was very high falls fast. The
+    noise of a loss is taken from its changes from step to step.
     """
-    if len(losses) < 2 * LEFT_OUT:
+    width = max(LEAST, int(SHARE * len(losses)) | 1)
+    if width > len(losses):
         return None
-    slopes = np.gradient(np.array(losses[LEFT_OUT:]), np.log(rates[LEFT_OUT:]))
-    best = int(np.argmin(slopes[: np.argmin(losses[LEFT_OUT:]) + 1]))
-    return rates[LEFT_OUT + best] if slopes[best] < 0 else None
+    means = np.convolve(losses, np.full(width, 1 / width), "valid")
+    fall = np.array(losses[: int(np.argmin(means)) + width])
+    places = np.arange(width) - (width - 1) / 2
+    slopes = np.convolve(fall, places[::-1], "valid") / (places @ places)
+    # A change of two losses deviates by sqrt(2) of one; the median of normal numbers' sizes is 0.6745 deviations.
+    noise = float(np.median(np.abs(np.diff(losses)))) / 0.6745 / math.sqrt(2)
+    noise = max(noise, ROUNDING * abs(losses[0]))
+    best = int(np.argmin(slopes))
+    return rates[best + width // 2] if slopes[best] < -NOISE * noise / math.sqrt(places @ places) else None
 
 
 def smooth(losses: list[float]) -> list[float]:
@@ -82,7 +93,7 @@ def find_lr(config: Config, rates: Rates, picture: Path | None, verbose: bool) -
         tried, losses = _try(job, rates)
         if job.communicator.rank == 0:
             means = smooth(losses)
-            rate = suggestion(tried, means)
+            rate = suggestion(tried, losses)
             factor = scale(config.optim, config.global_batch(job.session.groups.data.size))
             lines = _lines(tried, means, rate, factor)
             if rate is not None:
@@ -134,13 +145,15 @@ def _steps(training: Training) -> Iterator[Step]:
 
 def _lines(tried: list[float], means: list[float], rate: float | None, factor: float) -> list[str]:
     """Describe the result. ``factor``: what ``optim.lr_scaling`` makes of ``optim.lr``."""
-    lowest = int(np.argmin(means))
+    first = min(LEAST, len(means) - 1)  # running means before it are of few losses
+    lowest = first + int(np.argmin(means[first:]))
     lines = [
         f"{amount(len(tried), 'step')}, learning rate {tried[0]:.1e} to {tried[-1]:.1e}; "
         f"lowest loss {means[lowest]:.4f} at {tried[lowest]:.1e}"
     ]
     if rate is None:
-        return [*lines, "no suggestion: the loss does not fall; give other --from, --to, or more --steps"]
+        what = "no suggestion: the loss falls no more than it varies from batch to batch"
+        return [*lines, f"{what}; give more --steps, a larger batch, or another --from and --to"]
     scaled = "" if factor == 1 else f"; optim.lr_scaling multiplies optim.lr by {factor:g}"
     return [*lines, f"suggestion: --set optim.lr={rate / factor:.2g} (the loss falls fastest at {rate:.2g}{scaled})"]
 

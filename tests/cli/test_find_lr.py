@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hvd_train.config import OptimConfig, load_config
-from hvd_train.jobs.find_lr import Rates, _of_groups, smooth, suggestion
+from hvd_train.jobs.find_lr import Rates, _of_groups, _try, smooth, suggestion
+from hvd_train.jobs.job import opened_job
 from hvd_train.jobs.rates import draw_rates
 from tests.cli.running import run
 
@@ -30,7 +31,33 @@ def test_the_suggestion_is_where_the_loss_falls_fastest():
     # Beyond the lowest loss training has diverged; there a loss falls from great heights.
     diverged = [*losses, 50, 40, 5]
     assert suggestion([*rates, 20, 30, 40], diverged) == pytest.approx(0.01, rel=0.1)
-    assert suggestion(list(rates[:6]), list(losses[:6])) is None, "too few steps"
+    assert suggestion(list(rates[:4]), list(losses[:4])) is None, "too few steps"
+    assert suggestion(list(rates), [2.3] * 100) is None, "nothing learns"
+
+
+@pytest.mark.parametrize("steps", [40, 100, 400])
+def test_a_fall_stands_above_the_noise(steps):
+    """Of losses that only vary there is no suggestion; of a fall that stands above it, always its place."""
+    rates = list(np.geomspace(1e-6, 10, steps))
+    found = []
+    for seed in range(200):
+        noise = np.random.default_rng(seed).normal(0, 1, steps)
+        assert suggestion(rates, list(2.3 + 0.5 * noise)) is None
+        found.append(suggestion(rates, list(2.3 - 2 / (1 + (np.array(rates) / 0.01) ** -1.0) + 0.1 * noise)))
+    assert None not in found and min(found) > 0.001 and max(found) < 0.1
+
+
+def test_small_batches_give_no_suggestion_or_a_good_one():
+    """Four seeds, batches of 4: 100 steps are too noisy, 400 tell the rate."""
+    config = [*TINY[1::2], "batch_size=4", "threads=1", "tensorboard=false"]
+
+    def suggested(seed, steps):
+        with opened_job(load_config(None, [*config, f"seed={seed}", f"max_steps={steps}"]), False) as job:
+            return suggestion(*_try(job, Rates(1e-6, 10.0, steps)))
+
+    for steps, least in ((100, 0), (400, 3)):
+        rates = [rate for seed in range(4) if (rate := suggested(seed, steps))]
+        assert all(0.02 < rate < 0.3 for rate in rates) and len(rates) >= least
 
 
 def test_the_rates_of_groups_go_with_the_suggestion():

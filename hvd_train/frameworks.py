@@ -75,8 +75,11 @@ class Framework:
             raise ConfigError(what, where="parallel.devices_per_rank", fix="set it to 1")
         return importlib.import_module(self.placed)
 
-    def weight_readers(self) -> Mapping[str, Callable[[Path], dict[str, Any]]]:
-        """Return {ending of a file: function that reads its arrays by name}; the framework must be loaded."""
+    def weight_readers(self) -> Mapping[str, Callable[[Path], dict[str, dict[str, Any]]]]:
+        """Return {ending of a file: function that reads it}; the framework must be loaded.
+
+        The function gives {place in the file: {name: array}}. A file may hold several sets of weights.
+        """
         return importlib.import_module(self.weight_files).WEIGHT_FILES if self.weight_files else {}
 
     def make_communicator(self, expected_size: int) -> Communicator:

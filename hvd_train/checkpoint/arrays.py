@@ -10,6 +10,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -57,9 +58,39 @@ def _laid_out(x: np.ndarray) -> np.ndarray:
 
 def unpack(data: bytes) -> Tree:
     """Return the tree; raise safetensors.SafetensorError for bytes that ``pack`` did not make."""
-    from safetensors.numpy import load
+    from safetensors import deserialize
 
-    return load(data)
+    return {name: _typed(np.frombuffer(x["data"], np.uint8), name, x) for name, x in deserialize(data)}
+
+
+def read(path: Path) -> tuple[dict[str, str], Tree]:
+    """Return a file's own words about it and its arrays; raise SafetensorError, or ValueError for types of 8 bits."""
+    from safetensors import safe_open
+
+    with safe_open(path, "numpy") as file:  # refuses what is damaged
+        about = file.metadata() or {}
+    memory = np.memmap(path, np.uint8, "r")
+    begin = 8 + struct.unpack("<Q", memory[:8])[0]
+    header = json.loads(memory[8:begin].tobytes())
+    header.pop("__metadata__", None)
+    parts = {name: memory[slice(*(begin + at for at in x["data_offsets"]))] for name, x in header.items()}
+    return about, {name: _typed(parts[name], name, x) for name, x in header.items()}
+
+
+def _typed(memory: np.ndarray, name: str, entry: Mapping) -> np.ndarray:
+    """Return bytes as the array that a header's entry describes; bfloat16, which NumPy lacks, as float32."""
+    kind = entry["dtype"]
+    if kind == "BF16":
+        return from_bfloat16(memory).reshape(entry["shape"])
+    letter, bits = kind[0].lower(), kind[1:]
+    if kind != "BOOL" and not bits.isdecimal():
+        raise ValueError(f"{name} has the type {kind}, which has no weights as such")
+    return memory.view("?" if kind == "BOOL" else f"<{letter}{int(bits) // 8}").reshape(entry["shape"])
+
+
+def from_bfloat16(memory: np.ndarray) -> np.ndarray:
+    """Return bfloat16 as float32, of which it is the upper half."""
+    return (memory.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
 def broadcast(communicator: Communicator, tree: Mapping[str, np.ndarray]) -> Iterator[Tree]:

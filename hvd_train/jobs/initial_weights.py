@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.checkpoint import store
+from hvd_train.checkpoint.arrays import read
 from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import Config
 from hvd_train.config.names import nearest
@@ -29,7 +31,7 @@ UNUSED = "num_batches_tracked"  # PyTorch's count, which no arithmetic uses
 
 @dataclass(frozen=True)
 class WeightFile:
-    """``arrays`` by the file's names, with dots.
+    """``arrays`` by the file's names, with dots; ``place``: where they are in a file of several sets.
 
     ``canonical``: names and axes are those of our checkpoints; ``origin``: the framework and the model of these, where
     they are known. ``sample``, ``vocabulary``: of the run, where the file is one of its checkpoints.
@@ -40,6 +42,7 @@ class WeightFile:
     origin: tuple[str, str] = ("", "")
     sample: Sample | None = None
     vocabulary: str = ""
+    place: str = ""
 
 
 @dataclass
@@ -60,16 +63,62 @@ def initialize(config: Config, frontend: FrontEnd, data: DataSet) -> list[str]:
     options = config.model.init_from
     assert options
     where = f"model.init_from: {options.path}"
-    file = _read(Path(options.path).expanduser(), config, where)
+    files = _read(Path(options.path).expanduser(), config, where)
+    state, aliases = frontend.state(), frontend.aliases(files[0].canonical)
+    ranked = []
+    for file in files:
+        fits = len(_fitting(file.arrays, aliases, state, options.rename))
+        ranked.append(((fits, *_better_rename(file, aliases, state, options.rename)), file))
+    (fits, more, renamed), file = max(ranked, key=lambda one: one[0][:2])
     _check_origin(config, file, where)
-    state = frontend.state()
-    done = assign(file, frontend.aliases(file.canonical), state, options.exclude, options.rename, where)
+    done = assign(file, aliases, state, options.exclude, options.rename, where)
+    section = json.dumps({**options.model_dump(exclude_defaults=True), "rename": renamed})
+    advice = f"{amount(more, 'more tensor')} would fit with init_from: {section}" if more else ""
     if not done.loaded:
-        there, here = (", ".join(list(names)[:8]) for names in (file.arrays, frontend.aliases(file.canonical)))
+        there, here = (", ".join(list(names)[:8]) for names in (file.arrays, aliases))
         what = f"nothing of the file fits the model: it has {there}; the model has {here}"
-        raise ConfigError(" ".join(what.split()), where=where, fix="give model.init_from.rename, or another file")
+        fix = advice.replace(" more", "") or "give model.init_from.rename, or another file"
+        raise ConfigError(" ".join(what.split()), where=where, fix=fix)
     frontend.load(done.loaded)
-    return _table(done, options.path) + _other_meanings(file, data)
+    table = _table(done, " of ".join(part for part in (file.place, options.path) if part))
+    table += [f"  note: {advice}"] * bool(advice)
+    if others := [one.place or "the file itself" for key, one in ranked if key[0] == fits and one is not file]:
+        table.append(f"  note: {listing(others)} of the file would fit as well; the first one was taken")
+    return table + _other_meanings(file, data)
+
+
+def _shape(alias: tuple[str, Any], state: Tree) -> tuple[int, ...]:
+    """Return the shape that an array of a file must have."""
+    key, layout = alias
+    return layout.native_shape if layout else state[key].shape
+
+
+def _fitting(arrays: Tree, aliases: Mapping[str, tuple[str, Any]], state: Tree, rename: Mapping[str, str]) -> list[str]:
+    """Return the names of arrays that have a weight of their name and shape in the model."""
+    renamed, _ = _renamed(arrays, rename)
+    here = {name: aliases[renamed[name]] for name in arrays if renamed[name] in aliases}
+    return [name for name, alias in here.items() if arrays[name].shape == _shape(alias, state)]
+
+
+def _better_rename(
+    file: WeightFile, aliases: Mapping[str, tuple[str, Any]], state: Tree, rename: Mapping[str, str]
+) -> tuple[int, dict[str, str]]:
+    """Return how many more arrays fit with a line of ``rename`` more, and ``rename`` with this line.
+
+    The line takes away what stands before all names in the file (``module.``), or adds what stands before those here.
+    """
+    fitting = set(_fitting(file.arrays, aliases, state, rename))
+    lines: Counter[tuple[str, str]] = Counter()
+    for name in file.arrays.keys() - fitting:
+        for own, alias in aliases.items():
+            if file.arrays[name].shape == _shape(alias, state):
+                if name.endswith(f".{own}"):
+                    lines[f"{name.removesuffix(own)}*", "*"] += 1
+                elif own.endswith(f".{name}"):
+                    lines["*", f"{own.removesuffix(name)}*"] += 1
+    ways = [{**rename, old: new} for (old, new), _ in lines.most_common(1)]
+    gains = [(len(_fitting(file.arrays, aliases, state, way)) - len(fitting), way) for way in ways]
+    return max([(0, {}), *gains], key=lambda gain: gain[0])
 
 
 def assign(
@@ -92,25 +141,30 @@ def assign(
     for pattern in exclude:
         if not any(matches(pattern, name) for name in keys.values()):
             raise _unmatched(pattern, "exclude", list(keys.values()), where)
+    took: dict[str, str] = {}  # name here that each of ``loaded`` came under
     excluded = {key for key, name in keys.items() if any(matches(pattern, name) for pattern in exclude)}
     for name, array in file.arrays.items():
         key, layout = aliases.get(renamed[name], ("", None))
         if name.endswith(UNUSED) and not key:
             continue
-        shape = (layout.native_shape if layout else state[key].shape) if key else ()
+        shape = _shape((key, layout), state) if key else ()
         if not key:
             done.left[name] = "the model has no such weight"
         elif key in excluded:
             done.left[name] = "excluded"
         elif array.shape != shape:
             done.left[name] = f"{array.shape} in the file, {shape} in the model"
-        elif key in done.loaded:
+        elif took.setdefault(key, renamed[name]) == renamed[name] and key in done.loaded:
             raise ConfigError(
                 f"two arrays of the file are {keys[key]}, one of them {name}", where=where, fix="rename one"
             )
         else:
-            x = layout.to_canonical(array) if layout else array
-            done.loaded[key] = np.asarray(x).astype(state[key].dtype)
+            _check_kind(name, array, state[key].dtype, where)
+            x = np.asarray(layout.to_canonical(array) if layout else array).astype(state[key].dtype)
+            if not np.array_equal(done.loaded.setdefault(key, x), x, equal_nan=True):
+                what = f"{name} and {took[key]} of the file differ, and are one weight in the model"
+                fix = f'leave one in the file by model.init_from.rename: {{"{name}": "unused.{name}"}}'
+                raise ConfigError(what, where=where, fix=fix)
     reasons = {aliases.get(renamed[name], ("",))[0]: why for name, why in done.left.items()}
     done.kept = {
         keys[key]: "excluded" if key in excluded else reasons.get(key, "not in the file")
@@ -118,6 +172,23 @@ def assign(
         if key not in done.loaded
     }
     return done
+
+
+def _check_kind(name: str, array: np.ndarray, kind: np.dtype, where: str) -> None:
+    """Refuse numbers of another kind than the model's: the codes of a quantized model are not its weights."""
+    fractions = np.issubdtype(kind, np.inexact)
+    if array.dtype.kind in ("fc" if kind.kind == "c" else "f") if fractions else _survives(array, kind):
+        return
+    what = f"{name} is {array.dtype} in the file, and {kind} in the model"
+    codes = ", which takes no codes of a quantized model" * (fractions and array.dtype.kind != "c")
+    fix = "save the weights themselves, as float32, float16 or bfloat16, or exclude it"
+    raise ConfigError(what + codes, where=where, fix=fix)
+
+
+def _survives(array: np.ndarray, kind: np.dtype) -> bool:
+    """Return whether numbers stay what they are in a type of whole numbers."""
+    with np.errstate(invalid="ignore"):
+        return array.dtype.kind != "c" and np.array_equal(array.astype(kind), array)
 
 
 def _renamed(names: Mapping[str, Any], rename: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
@@ -156,7 +227,8 @@ def _check_origin(config: Config, file: WeightFile, where: str) -> None:
 # ---- files
 
 
-def _read(path: Path, config: Config, where: str) -> WeightFile:
+def _read(path: Path, config: Config, where: str) -> list[WeightFile]:
+    """Return the sets of weights that a file holds."""
     if not path.exists():
         raise ConfigError(
             "there is no such file or folder", where=where, fix="give a run folder, a checkpoint or a file"
@@ -168,9 +240,9 @@ def _read(path: Path, config: Config, where: str) -> WeightFile:
         model = (snapshot.meta.get("config") or {}).get("model") or {}
         origin = snapshot.framework, model.get("name", "")
         sample = sample_of(snapshot.meta) if snapshot.meta.get("sample") else None  # older ones know little of it
-        return WeightFile(arrays, True, origin, sample, vocabulary)
+        return [WeightFile(arrays, True, origin, sample, vocabulary)]
     if path.suffix == ".safetensors":
-        return _safetensors(path, where)
+        return [_safetensors(path, where)]
     readers = FRAMEWORKS[config.framework].weight_readers()
     ending = next((ending for ending in readers if path.name.endswith(ending)), None)
     if ending is None:
@@ -178,22 +250,24 @@ def _read(path: Path, config: Config, where: str) -> WeightFile:
         what = f"a file {path.suffix or 'without an ending'} cannot be read here"
         raise ConfigError(what, where=where, fix=f"give a run folder, a checkpoint, or a file that ends in {known}")
     try:
-        arrays = readers[ending](path)
+        sets = readers[ending](path)
     except Exception as error:  # readers have many
         reason = " ".join(str(error).split())[:200]
-        what = f"the file cannot be read: {type(error).__name__}: {reason}"
-        raise ConfigError(what, where=where, fix="give a file of weights alone") from error
-    return WeightFile({name.replace("/", "."): x for name, x in arrays.items()}, False)
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        fix = "give a file of weights alone; 'hvd-train guide fine-tuning' says how to make one"
+        raise ConfigError(f"the file cannot be read: {kind}{reason}", where=where, fix=fix) from error
+    return [
+        WeightFile({name.replace("/", "."): x for name, x in arrays.items()}, False, place=place)
+        for place, arrays in sets.items()
+    ]
 
 
 def _safetensors(path: Path, where: str) -> WeightFile:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(path, "numpy") as file:
-            about = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
-    except (OSError, SafetensorError, TypeError) as error:
+        about, arrays = read(path)
+    except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"the file cannot be read: {' '.join(str(error).split())}", where=where) from error
     ours = about.get("trained_with", "").startswith("hvd_train")
     framework = about.get("trained_with", "").rpartition(", ")[2] if ours else "pytorch"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 
+import numpy as np
 import pytest
 
 from tests.cli.test_guide import PAGES, as_typed, blocks
@@ -28,9 +30,25 @@ def test_a_new_head_on_the_layers_of_another_run(tmp_path):
         assert float(re.search(r"^done: validation .*accuracy ([\d.]+)", printed, re.MULTILINE)[1]) > 0.8
 
 
+def test_the_weights_of_a_checkpoint_that_holds_more(tmp_path, monkeypatch):
+    """What the page says how to do, where a file is refused."""
+    import torch
+
+    from hvd_train.frontends.pytorch.weight_files import WEIGHT_FILES
+
+    monkeypatch.chdir(tmp_path)
+    content = {"model_state_dict": {"a": torch.ones(2)}, "args": argparse.Namespace(lr=0.1), "best": np.float64(0.9)}
+    torch.save(content, "theirs.pt")
+    with pytest.raises(ValueError, match="it holds argparse.Namespace, .*, and to read these could run code"):
+        WEIGHT_FILES[".pt"](tmp_path / "theirs.pt")
+    code, _ = blocks(TEXT, "python")
+    exec(code, {})
+    assert WEIGHT_FILES[".pt"](tmp_path / "weights.pt")[""]["a"].tolist() == [1, 1]
+
+
 @LONG
 def test_other_rates_and_an_optimizer_of_yours(tmp_path):
-    (code,) = blocks(TEXT, "python")
+    _, code = blocks(TEXT, "python")
     (tmp_path / "mine.py").write_text(code)
     for number, (block, shown) in enumerate(((GROUPS, TABLES[1]), (OWN, "\ndone: "))):
         (tmp_path / "job.yaml").write_text(block)

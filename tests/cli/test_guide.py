@@ -289,6 +289,10 @@ loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(
 loss, count = 2.0, 8
 """,
 }
+BEFORE["fine-tuning"] = """
+import torch
+torch.save({"model_state_dict": {"a": torch.ones(2)}}, "theirs.pt")
+"""
 BEFORE["README"] = BEFORE["own-script"]
 BEFORE["pytorch-script"] = "# anew\n" + BEFORE["own-script"]
 AFTER = {"model-and-data": "network((1, 8, 8), 4)(torch.from_numpy(squares()[0][0][:2]).permute(0, 3, 1, 2))"}

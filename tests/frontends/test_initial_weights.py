@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +14,9 @@ import pytest
 import hvd_train
 from hvd_train.checkpoint.store import newest
 from hvd_train.config import load_config
-from hvd_train.errors import ConfigError, TrainError
+from hvd_train.errors import CheckpointError, ConfigError, TrainError
 from hvd_train.frontends.named_arrays import Layout
-from hvd_train.jobs.initial_weights import WeightFile, _other_meanings, assign
+from hvd_train.jobs.initial_weights import WeightFile, _other_meanings, _safetensors, assign
 from hvd_train.protocol import Sample
 
 rng = np.random.default_rng(0)
@@ -66,6 +69,67 @@ def test_names_change_by_patterns_and_axes_by_layouts():
     assert (done.loaded["weights/body.kernel"] == x.T).all()
     done = assigned({"a.kernel": np.ones((2, 3)), "a.bias": np.ones(3)}, rename={"a/*": "body/*"})
     assert list(done.loaded) == ["weights/body.kernel", "weights/body.bias"]
+
+
+def test_a_tied_weight_is_found_under_either_name():
+    """Two names of one weight: the values are taken once, and must not differ."""
+    state = {"weights/emb.weight": np.zeros((2, 3), np.float32)}
+    aliases = dict.fromkeys(("emb.weight", "head.weight"), ("weights/emb.weight", None))
+    x = np.arange(6.0).reshape(2, 3)
+
+    def loaded(rename=None, **arrays):
+        file = WeightFile({f"{name}.weight": array for name, array in arrays.items()}, False)
+        return assign(file, aliases, state, [], rename or {}, "model.init_from: x")
+
+    for arrays in ({"head": x}, {"emb": x}, {"emb": x, "head": x}):
+        done = loaded(**arrays)
+        assert (done.loaded["weights/emb.weight"] == x).all() and not done.left and not done.kept
+    with pytest.raises(
+        ConfigError, match="head.weight and emb.weight of the file differ, and are one weight"
+    ) as caught:
+        loaded(emb=x, head=x + 1)
+    assert loaded(json.loads(str(caught.value).partition("rename: ")[2]), emb=x, head=x + 1).left == {
+        "head.weight": "the model has no such weight"
+    }
+
+
+def test_numbers_of_another_kind_are_refused():
+    """Codes of a quantized model are no weights; whole numbers of the model stay whole ones of the file."""
+    for x, kind, message in (
+        (np.ones(3, np.int8), np.float32, "b is int8 in the file, and float32 in the model, which takes no codes"),
+        (np.ones(3, bool), np.float64, "b is bool in the file, and float64 in the model, which takes no codes"),
+        (np.ones(3, complex), np.float32, "b is complex128 in the file, and float32 in the model; model"),
+        (np.full(3, 0.5), np.int64, "b is float64 in the file, and int64 in the model; model.init_from: x; save"),
+        (np.full(3, 300), np.uint8, "b is int64 in the file, and uint8 in the model; model.init_from: x; save"),
+    ):
+        state = {"weights/b": np.zeros(3, kind)}
+        file = WeightFile({"b": x}, True)
+        with pytest.raises(ConfigError) as caught:
+            assign(file, {"b": ("weights/b", None)}, state, [], {}, "model.init_from: x")
+        assert str(caught.value).startswith(message)
+        assert not assign(file, {"b": ("weights/b", None)}, state, ["b"], {}, "").loaded, "it is excluded"
+    for x, kind in ((np.arange(3.0), np.int64), (np.array([0, 1, 1], np.uint8), bool), (np.arange(3), np.int32)):
+        done = assign(WeightFile({"b": x}, True), {"b": ("s/b", None)}, {"s/b": np.zeros(3, kind)}, [], {}, "")
+        assert (done.loaded["s/b"] == x).all() and done.loaded["s/b"].dtype == kind
+
+
+def test_bfloat16_needs_no_other_package(tmp_path):
+    """In a process without TensorFlow's packages, NumPy knows no such type."""
+    import torch
+    from safetensors.torch import save_file
+
+    x = torch.randn(2, 3).bfloat16()
+    save_file({"a": x, "b": torch.arange(3)}, tmp_path / "a.safetensors")
+    code = (
+        "import sys, pathlib; from hvd_train.jobs.initial_weights import _safetensors\n"
+        f"arrays = _safetensors(pathlib.Path({str(tmp_path / 'a.safetensors')!r}), '').arrays\n"
+        "print(arrays['a'].dtype, arrays['a'].tolist(), arrays['b'].dtype, 'ml_dtypes' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown == f"float32 {x.float().tolist()} int64 False\n"
+    save_file({"a": x.to(torch.float8_e4m3fn)}, tmp_path / "b.safetensors")
+    with pytest.raises(CheckpointError, match="a has the type F8_E4M3, which has no weights as such"):
+        _safetensors(tmp_path / "b.safetensors", "model.init_from: b")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +272,7 @@ def test_files_of_pytorch(tmp_path, capsys):
         assert "kept as drawn" not in capsys.readouterr().out
     torch.save(source.body, tmp_path / "whole.pt")
     refused = {
-        "whole.pt": "the file cannot be read: UnpicklingError",
+        "whole.pt": "the file cannot be read: it holds torch.nn.modules.linear.Linear, and to read",
         "nothing.pt": "there is no such file or folder",
         "model.keras": "a file .keras cannot be read here",
     }
@@ -222,8 +286,47 @@ def test_files_of_pytorch(tmp_path, capsys):
     assert "\n" not in str(caught.value)
 
 
+def test_checkpoints_of_other_trainers(tmp_path, capsys):
+    """A set of weights within a file is found by what fits; a prefix of all names is told by the line that mends it."""
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    model[1].register_parameter("also", model[0].weight)
+    torch.manual_seed(1)
+    weights = {n: torch.randn(x.shape) for n, x in model.named_parameters()}
+    slots = {"state": {0: {"exp_avg": torch.ones(2)}}, "by name": {"exp_avg": torch.ones(2)}}
+    prefixed = {f"module.{n}": x for n, x in weights.items()}
+    tied = {"1.also" if n == "0.weight" else n: x for n, x in weights.items()}
+    less = {n: x * 0.5 for n, x in weights.items()}
+    codes = {n: (x * 100).to(torch.int8) for n, x in weights.items()}
+
+    def started(rename=None, **content):
+        path = tmp_path / "a.pt"
+        torch.save(content, path)
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        keys = {"init_from": {"path": str(path), **({"rename": rename} if rename else {})}}
+        tree = run(tmp_path / "run", model=model, model_keys=keys)
+        for name, x in weights.items():
+            assert (tree[f"weights/{name}"] == x.double().numpy()).all(), name
+        return capsys.readouterr().out
+
+    out = started(epoch=3, optimizer=slots, model_state_dict=weights, loss=0.3)
+    assert f"4 tensors of 53 weights taken from model_state_dict of {tmp_path}/a.pt\n" in out and "note:" not in out
+    assert "note:" not in started(optimizer=slots, model={"state_dict": tied})
+    out = started(model=weights, model_ema=less)
+    assert "  note: model_ema of the file would fit as well; the first one was taken\n" in out
+    with pytest.raises(ConfigError, match="nothing of the file fits") as caught:
+        started(optimizer=slots, model_state_dict=prefixed)
+    advice = json.loads(str(caught.value).partition("4 tensors would fit with init_from: ")[2])
+    assert advice == {"path": f"{tmp_path}/a.pt", "rename": {"module.*": "*"}}
+    assert "note:" not in started(advice["rename"], optimizer=slots, model_state_dict=prefixed)
+    with pytest.raises(ConfigError, match="0.weight is int8 in the file"):
+        started(model_state_dict=codes)
+
+
 def test_files_of_keras(tmp_path, before, capsys):
     import keras
+    import tensorflow as tf
 
     keras.backend.clear_session()
 
@@ -252,6 +355,20 @@ def test_files_of_keras(tmp_path, before, capsys):
         mean = next(x for key, x in tree.items() if key.endswith("norm.moving_mean"))
         assert (mean > 2).all()
         assert "kept as drawn" not in capsys.readouterr().out
+    half, codes = (keras.Sequential(layers()) for _ in range(2))
+    half.set_weights(source.get_weights())
+    for layer in half.layers:
+        for v in layer.weights:
+            v._value = tf.Variable(tf.cast(v.value, tf.bfloat16))
+            v._dtype = "bfloat16"
+    half.save_weights(tmp_path / "c.weights.h5")
+    tree = run(tmp_path / "run c", "tensorflow", model=model, model_keys={"init_from": f"{tmp_path}/c.weights.h5"})
+    kernel = next(x for key, x in tree.items() if key.startswith("weights/") and key.endswith("body.kernel"))
+    assert (kernel == tf.cast(half.get_layer("body").kernel.value, tf.float64)).numpy().all()
+    codes.quantize("int8")
+    codes.save(tmp_path / "d.keras")
+    with pytest.raises(ConfigError, match="body.0 is int8 in the file, and float64 in the model, which takes no codes"):
+        run(tmp_path / "refused", "tensorflow", model=model, model_keys={"init_from": f"{tmp_path}/d.keras"})
     with pytest.raises(ConfigError, match="the weights are of a pytorch model, whose axes lie otherwise"):
         run(tmp_path / "refused", "tensorflow", model=model, model_keys={"init_from": str(before[0])})
 

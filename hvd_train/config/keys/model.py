@@ -17,7 +17,7 @@ def _as_section(value: Any) -> Any:
 class InitConfig(Section):
     """The file that a run begins with. Names are those of the file, with dots for slashes."""
 
-    path: str = Field("", description="run folder, checkpoint, .safetensors, .pt (weights alone), .keras, .weights.h5")
+    path: str = Field("", description="run folder, checkpoint, .safetensors, .pt, .keras, .weights.h5")
     exclude: list[str] = Field([], description="patterns of names of the model's weights that keep their first values")
     rename: dict[str, str] = Field(
         {}, description="pattern of names in the file: name here; each * stands for what it matched"

@@ -17,7 +17,7 @@ from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import APART, CHANGES, HostMemory
-from hvd_train.frontends.named_arrays import layouts_of
+from hvd_train.frontends.named_arrays import Layout, layouts_of
 from hvd_train.frontends.pytorch import batchnorm
 from hvd_train.frontends.pytorch.blocks import joined
 from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, in_memory, stored_shape
@@ -362,6 +362,17 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
     def _tensors(self) -> dict[str, torch.Tensor]:
         weights = {f"weights/{n}": p.detach() for n, p in self._trainable.items()}
         return weights | {f"statistics/{n}": t for n, t in self._fixed.items()}
+
+    def aliases(self, canonical: bool) -> dict[str, tuple[str, Layout | None]]:
+        """Return the names in a file, of which a tied weight has several: a file may hold it under any of them."""
+        known = super().aliases(canonical)
+        kept = {"remove_duplicate": False}
+        first: dict[int, str] = {}
+        for name, x in (*self.model.named_parameters(**kept), *self.model.named_buffers(**kept)):
+            there = first.setdefault(id(x), name)
+            if name != there and there in known:
+                known.setdefault(name, known[there])
+        return known
 
     def _readers(self) -> Mapping[str, Callable[[], np.ndarray]]:
         return {key: partial(array_of, x) for key, x in self._tensors().items()}

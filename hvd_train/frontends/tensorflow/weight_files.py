@@ -11,6 +11,8 @@ from typing import IO, Any, TypeVar
 import h5py
 import numpy as np
 
+from hvd_train.checkpoint.arrays import from_bfloat16
+
 T = TypeVar("T")
 SKIPPED = ("optimizer", "seed_generator")
 
@@ -25,13 +27,13 @@ def numbered(model: Any, known: Mapping[str, T]) -> dict[str, T]:
     return names
 
 
-def _archive(path: Path) -> dict[str, np.ndarray]:
+def _archive(path: Path) -> dict[str, dict[str, np.ndarray]]:
     with zipfile.ZipFile(path) as archive:
         return _weights(io.BytesIO(archive.read("model.weights.h5")))
 
 
-def _weights(file: Path | IO[bytes]) -> dict[str, np.ndarray]:
-    """Return {``LAYER.NUMBER``: array}, the number being that of the variable in its layer."""
+def _weights(file: Path | IO[bytes]) -> dict[str, dict[str, np.ndarray]]:
+    """Return {'': {``LAYER.NUMBER``: array}}, the number being that of the variable in its layer."""
     arrays: dict[str, np.ndarray] = {}
     with h5py.File(file, "r") as opened:
 
@@ -45,11 +47,13 @@ def _weights(file: Path | IO[bytes]) -> dict[str, np.ndarray]:
                 if name in arrays:
                     raise ValueError(f"two layers are called {layer}")
                 arrays[name] = np.asarray(x)
+                if x.attrs.get("dtype") == "bfloat16":
+                    arrays[name] = from_bfloat16(arrays[name])
 
         opened.visititems(take)
     if not arrays:
         raise ValueError("it holds no weights as Keras 3 saves them")
-    return arrays
+    return {"": arrays}
 
 
 WEIGHT_FILES = {".keras": _archive, ".weights.h5": _weights, ".h5": _weights}

@@ -70,7 +70,7 @@ def read(path: Path) -> tuple[dict[str, str], Tree]:
     with safe_open(path, "numpy") as file:  # refuses what is damaged
         about = file.metadata() or {}
     memory = np.memmap(path, np.uint8, "r")
-    begin = 8 + struct.unpack("<Q", memory[:8])[0]
+    begin = 8 + struct.unpack("<Q", memory[:8].tobytes())[0]
     header = json.loads(memory[8:begin].tobytes())
     header.pop("__metadata__", None)
     parts = {name: memory[slice(*(begin + at for at in x["data_offsets"]))] for name, x in header.items()}

@@ -8,6 +8,7 @@ from contextlib import closing
 import numpy as np
 
 from hvd_train.core.mean import ordered_sum
+from hvd_train.metrics.ranking import Ranking
 from hvd_train.protocol import Batch, FrontEnd
 
 
@@ -20,10 +21,15 @@ def evaluate(
     """
     # Each rank has gathered running statistics for itself: all evaluate one model.
     frontend.average_statistics()
-    sums = np.zeros(frontend.task.length)
+    task, ranks = frontend.task, frontend.groups.sums
+    sums, rankings = np.zeros(task.length), {k: Ranking(labels) for k, labels in task.ranked.items()}
     with closing(batches):
         for batch in batches:
             if batch.count:
-                sums += frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(batch)))
+                row = frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(batch)))
+                sums += row[: task.length]
+                task.rank(row[task.length :], rankings)
             between()
-    return frontend.task.results(ordered_sum(sums, frontend.groups.sums))
+    total = ordered_sum(sums, ranks)
+    everyone = {k: one.joined(ranks.allgather_bytes(one.to_bytes(), "ranking")) for k, one in rankings.items()}
+    return task.results(total, everyone)

@@ -23,13 +23,13 @@ def summary(training: Training) -> dict[str, Any]:
         "train_samples": p.seen,
         **({"skipped_steps": p.skipped} if config.checks_gradients else {}),
         "val_samples": p.val.get("val_samples", 0),
-        **_numbers({f"train_{name}": p.train.get(f"train_{name}") for name in names}),
-        **_numbers({f"val_{name}": p.val.get(f"val_{name}") for name in names}),
+        **numbers({f"train_{name}": p.train.get(f"train_{name}") for name in names}),
+        **numbers({f"val_{name}": p.val.get(f"val_{name}") for name in names}),
         "samples_per_second": training.samples_per_second(),
         "weights_sha256": model_sha256(training.frontend),
     }
 
 
-def _numbers(values: Mapping[str, float | None]) -> dict[str, float | None]:
+def numbers(values: Mapping[str, float | None]) -> dict[str, float | None]:
     """None for what is no number, as JSON knows no nan."""
     return {name: x if x is not None and math.isfinite(x) else None for name, x in values.items()}

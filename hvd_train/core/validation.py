@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Generator
 from contextlib import closing
 
@@ -27,6 +28,7 @@ class Validation:
         self._sync, self._interruption = sync, interruption
         self._turns = ControlSync(training.communicator)  # batches
         self._before = training.progress
+        self._warned = False
 
     def epoch_left(self) -> None:
         """Note the progress that an interruption saves: the evaluation is repeated, and with it what follows."""
@@ -50,7 +52,19 @@ class Validation:
             batches = _limited(training.val_loader.evaluation(), training.config.limit_val_batches)
             results = evaluate(training.frontend, batches, self._between)
         p.val = {f"val_{name}": value for name, value in results.items()}
+        self._warn_of_no_value()
         training.log.val(epoch, p.step, results, learning_rate, training.samples_per_second())
+
+    def _warn_of_no_value(self) -> None:
+        """Say, once, that an evaluation has no value of what the configuration watches."""
+        training, val = self._training, self._training.progress.val
+        missing = [name for name in training.config.monitors if math.isnan(val.get(name, 0.0))]
+        if missing and val["val_samples"] and not self._warned:
+            what = (
+                f"the evaluation has no value of {' and '.join(missing)}: no label counts in it, or the model gives NaN"
+            )
+            training.log.warning(f"{what}; no checkpoint is the best by it, and it stops or lowers nothing")
+            self._warned = True
 
     def _between(self) -> None:
         """Look for a signal between two batches."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hvd_train.config import Config
 from hvd_train.core.evaluation import evaluate as evaluate_batches
+from hvd_train.core.summary import numbers
 from hvd_train.jobs.confusion import confusion, names_of, show
 from hvd_train.jobs.mistakes import check_images, mistakes, show_mistakes
 from hvd_train.jobs.trained_run import trained_job
@@ -32,7 +33,7 @@ def evaluate(
         # Sums and counts are added over ranks, so the split may be divided unevenly.
         result = evaluate_batches(job.frontend, job.loader(job.split).evaluation())
         if job.communicator.rank == 0:
-            print(json.dumps({"split": job.split, **result}), flush=True)
+            print(json.dumps({"split": job.split, **numbers(result)}), flush=True)
         if confused:
             counts = confusion(job)
             if job.communicator.rank == 0:

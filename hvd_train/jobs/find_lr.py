@@ -120,7 +120,10 @@ def _try(job: Job, rates: Rates) -> tuple[list[float], list[float]]:
     for step in _steps(training):
         rate, sums, _ = runner.run(step)
         local = np.sum([job.frontend.ops.to_numpy(x) for x in sums], axis=0)
-        loss = task.results(ordered_sum(local, training.groups.sums))["loss"]
+        total = ordered_sum(local, training.groups.sums)
+        loss = task.results(total)["loss"]
+        if math.isnan(loss) and task.finite(total):  # no label counts in this batch
+            continue
         if not math.isfinite(loss) or (losses and smooth([*losses, loss])[-1] > TOO_HIGH * min(smooth(losses))):
             break
         tried.append(rate)

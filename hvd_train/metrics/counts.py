@@ -1,18 +1,18 @@
 """Precision, recall, F1, intersection over union and balanced accuracy, from counts for each class or label.
 
-A place is *predicted* as a class by its largest output, or as class 1 where its only output is above 0. A class is
-*right* where it is predicted and the label says so.
+A place is *predicted* as a class by its largest output, or as class 1 where its only output is above 0. Of labels for
+one output those above a half are class 1 (``says_yes``). A class is *right* where it is predicted and the label is it.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Literal
 
 import numpy as np
 
-from hvd_train.metrics.metric import LabelForm, Metric, Predictions
+from hvd_train.errors import ConfigError
+from hvd_train.metrics.metric import LabelForm, Metric, Predictions, says_yes
 from hvd_train.protocol import Tensor
 
 
@@ -41,24 +41,30 @@ class Counts(Metric):
         ops, classes = predictions.ops, self.form.size
         z, y, w = predictions.flat()  # (places,) or (places, C); (places,); (places,)
         # In 32 bits a count stands still at 2^24, which one batch of large masks has.
-        w, actual = ops.cast(w, "float64"), ops.cast(y, "int64")
-        predicted = ops.argmax(z) if len(z.shape) > 1 else ops.cast(z > 0, "int64")
+        w = ops.cast(w, "float64")
+        by_class = len(z.shape) > 1
+        actual = ops.cast(y if by_class else says_yes(y), "int64")
+        predicted = ops.argmax(z) if by_class else ops.cast(z > 0, "int64")
         right = w * ops.cast(predicted == actual, ops.dtype(w))
-        # A model may have more outputs than there are classes, as with a vocabulary that is rounded up.
-        known = predicted < classes
-        add = partial(ops.scatter, classes, same_bits=False)  # all ranks are told one sum of theirs
-        per_class = add(ops.where(known, predicted, 0), ops.where(known, w, 0.0))
-        return ops.concat([add(actual, right), per_class, add(actual, w)])
+
+        def add(of: Tensor, values: Tensor) -> Tensor:
+            # A model may have more outputs than there are classes, as with a vocabulary that is rounded up. Labels that
+            # are no class are found by ``result``.
+            known = (of >= 0) & (of < classes)
+            # All ranks are told one sum of theirs.
+            return ops.scatter(classes, ops.where(known, of, 0), ops.where(known, values, 0.0), same_bits=False)
+
+        return ops.concat([add(actual, right), add(predicted, w), add(actual, w)])
 
     def _label_sums(self, predictions: Predictions) -> Tensor:
         ops = predictions.ops
         z, y, w = (ops.reshape(x, (-1, self.form.size)) for x in predictions.flat())  # (n, K) each
         # (n, K), 1 where the output or the label says yes.
-        predicted, actual = ops.cast(z > 0, ops.dtype(w)), ops.cast(y > 0.5, ops.dtype(w))
+        predicted, actual = ops.cast(z > 0, ops.dtype(w)), ops.cast(says_yes(y), ops.dtype(w))
         return ops.concat([ops.sum(w * x, 0) for x in (predicted * actual, predicted, actual)])
 
     def result(self, sums: np.ndarray) -> float:
-        counts = sums.reshape(3, -1)  # (3, K)
+        counts = self._counts(sums)
         _, predicted, actual = counts
         if self.form.kind == "classes" and not counts.any():  # no place had a label
             return math.nan
@@ -71,6 +77,18 @@ class Counts(Metric):
             return float(rates @ actual / actual.sum()) if actual.any() else 0.0
         # As scikit-learn: a class that neither labels nor predictions hold is not averaged, but every label is.
         return float(rates[predicted + actual > 0].mean() if self.form.kind == "classes" else rates.mean())
+
+    def _counts(self, sums: np.ndarray) -> np.ndarray:
+        """Return the counts (3, K). Raises ConfigError for labels that are none of the classes."""
+        counts = sums.reshape(3, -1)
+        _, predicted, actual = counts.sum(1).tolist()
+        if self.form.kind == "classes" and predicted > actual * (1 + 1e-9):
+            what = (
+                f"{predicted - actual:g} labels are none of the {self.form.size} classes that the model has outputs for"
+            )
+            fix = f"number the classes from 0 to {self.form.size - 1}, or give a metric of your own"
+            raise ConfigError(what, where="task.metrics", fix=fix, common=True)
+        return counts
 
     def _rates(self, counts: np.ndarray) -> np.ndarray:
         """(3, K) -> (K,); 0 where the denominator is 0, as in scikit-learn."""
@@ -93,6 +111,6 @@ class BalancedAccuracy(Counts):
         super().__init__(form, masked, rate="recall", average="macro")
 
     def result(self, sums: np.ndarray) -> float:
-        counts = sums.reshape(3, -1)  # (3, K)
+        counts = self._counts(sums)
         there = counts[2] > 0
         return float(self._rates(counts)[there].mean()) if there.any() else math.nan

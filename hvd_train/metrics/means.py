@@ -8,7 +8,7 @@ from abc import abstractmethod
 import numpy as np
 
 from hvd_train.metrics import losses
-from hvd_train.metrics.metric import Mean, Predictions
+from hvd_train.metrics.metric import Mean, Predictions, says_yes
 from hvd_train.protocol import Ops, Tensor
 
 EPSILON = 2.0**-52  # of numbers in 64 bits
@@ -89,16 +89,28 @@ class Accuracy(BuiltInMean):
 
     def of_places(self, z: Tensor, y: Tensor, ops: Ops) -> Tensor:
         if len(z.shape) == len(y.shape):
-            return ops.cast((z > 0) == (y > 0.5), ops.dtype(z))
+            return ops.cast((z > 0) == says_yes(y), ops.dtype(z))
         # z (n, ..., C), y (n, ...).
         return ops.cast(ops.argmax(z) == y, ops.dtype(z))
 
 
 class Top5(BuiltInMean):
-    """The share of places with fewer than 5 outputs above that of the label (Russakovsky et al. 2015)."""
+    """The share of places whose label is among the 5 largest outputs (Russakovsky et al. 2015).
+
+    Of equal outputs that of the higher class counts as the larger one, as in scikit-learn. Else a model whose outputs
+    are all equal would be right everywhere.
+    """
 
     def of_places(self, z: Tensor, y: Tensor, ops: Ops) -> Tensor:
         # The first axis may be unknown while a graph is traced.
-        places = (-1, *(int(k) for k in tuple(y.shape)[1:]))
-        of_label = ops.reshape(ops.take_last(z, y), (*places, 1))
-        return ops.cast(ops.sum(ops.cast(z > of_label, ops.dtype(z)), -1) < 5, ops.dtype(z))
+        places, count = (-1, *(int(k) for k in tuple(y.shape)[1:])), int(z.shape[-1])
+        y = ops.cast(y, "int64")
+        classes = ops.from_numpy(np.arange(count))  # (C,)
+        known = (y >= 0) & (y < count)
+        label = ops.where(known, y, 0)
+        of_label = ops.reshape(ops.take_last(z, label), (*places, 1))
+        lower = classes <= ops.reshape(label, (*places, 1))  # (n, ..., C), with the label itself
+        below = (z < of_label) | ((z == of_label) & lower)
+        # What is NaN lies below nothing, so that it is no hit.
+        above = count - ops.sum(ops.cast(below, "int64"), -1)
+        return ops.cast(known & (above < 5), ops.dtype(z))

@@ -5,6 +5,7 @@ n is the number of samples of a batch, T of places (each sample has T labels, or
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hvd_train.metrics.ranking import Ranking
 from hvd_train.protocol import Ops, Tensor
 
 
@@ -32,6 +34,11 @@ class LabelForm:
             return cls("classes", outputs[-1])
         several = len(labels) == 1 and labels[0] > 1
         return cls("labels", labels[0]) if several else cls("classes", 2)
+
+
+def says_yes(labels: Any) -> Any:
+    """Return where labels say yes. Of 0 and 1, of -1 and 1, and of shares as at the edges of a mask: above a half."""
+    return labels > 0.5
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,9 @@ class Metric(ABC):
     one_label_only = False  # not of several labels of yes and no
     # How outputs that are numbers say yes: "threshold", by being above 0; "ranking", by being larger. "": they do not.
     binary = ""
+    # The labels of yes and no of a metric that follows from the order of all outputs, so that sums cannot be exact. For
+    # it an evaluation keeps the outputs, and asks for ``exact``. 0: sums tell all.
+    ranked = 0
 
     def __init__(self, form: LabelForm, masked: bool = False) -> None:
         self.form, self.masked = form, masked
@@ -82,6 +92,10 @@ class Metric(ABC):
     @abstractmethod
     def result(self, sums: np.ndarray) -> float:
         """Compute the metric from the sums (length,) float64 of all batches and ranks; nan where there is none."""
+
+    def exact(self, ranking: Ranking) -> float:
+        """Compute the metric from the outputs of all batches and ranks, if it is ``ranked``."""
+        raise NotImplementedError
 
 
 class Mean(Metric):
@@ -110,8 +124,12 @@ class Mean(Metric):
         return predictions.ops.stack(self.totals(predictions))
 
     def result(self, sums: np.ndarray) -> float:
-        total, count = map(float, sums)
-        return total / (count or 1.0)
+        return share(*sums.tolist())
+
+
+def share(total: float, count: float) -> float:
+    """Return total / count; nan where nothing was counted, so that it never passes for a value."""
+    return total / count if count else math.nan
 
 
 def weighted_sum(

@@ -132,7 +132,8 @@ class FrontEnd(Protocol):
     def compression_error(self, placed: Any, scale: Scale, seed: int) -> Tensor:
         """The figures of ``update/error_meter.py`` for this batch's gradient, which is then forgotten."""
 
-    def evaluate_batch(self, placed: Any) -> Sums: ...
+    def evaluate_batch(self, placed: Any) -> Sums:
+        """Return the sums of the task, and behind them what ``Task.scores`` adds."""
 
     def predict(self, placed: Any) -> np.ndarray:
         """(at least count, ..., num_classes) float: logits, one row for each label; padding may follow."""

@@ -52,8 +52,9 @@ def _print_lines(sweep: Sweep, before: list[tuple[bool, int]], ended: threading.
             one = state(sweep, trial)
             if _mark(one) not in ((False, 0), before[trial.number]):
                 before[trial.number] = _mark(one)
-                value = one.summary.get(trial.config.checkpoint.monitor)
-                result = f"{trial.config.checkpoint.monitor} {value:.4f}" if value is not None else one.error
+                monitor = trial.config.checkpoint.monitor
+                value = one.summary.get(monitor)
+                result = f"{monitor} {value:.4f}" if value is not None else one.error or f"no value of {monitor}"
                 word = one.word if one.word in ("done", "failed") else f"epoch {one.summary['paused_at']}"
                 print(f"{trial.name} ({trial.description}): {word}, {result}", file=out, flush=True)
 

@@ -87,7 +87,18 @@ class Objective:
         return LabelForm.of_shapes((), self.field.shape if self.field else ())
 
     def select(self, tensors: Any) -> Any:
-        """Take the outputs or labels of this objective from all of the model's or the data's."""
+        """Take the outputs or labels of this objective from all of the model's or the data's.
+
+        Of mixed samples it is the class that has the larger share.
+        """
+        if isinstance(tensors, Mapping) and PARTNER in tensors:
+            if self.user_loss and self.weighted_by_data:
+                what = "the loss gives weights, and samples that are mixed have two labels"
+                fix = "give values alone, or leave mixup and cutmix out of data.transforms; for rare classes there is"
+                raise ConfigError(
+                    what, where=f"task.loss: {self.loss}", fix=f"{fix} data.sampling: balanced", common=True
+                )
+            tensors = {name: x for name, x in tensors.items() if name not in (PARTNER, SHARE)}
         if not self.output:
             if isinstance(tensors, Mapping) and len(tensors) > 1 and not self.user_loss:
                 fix = f"give a loss for each: {{{', '.join(f'{name}: {self.loss}' for name in tensors)}}}"
@@ -118,8 +129,7 @@ class Objective:
 
     def losses(self, outputs: Any, labels: Any, weights: Tensor) -> tuple[tuple[Tensor, ...], Predictions]:
         """Return the sums of the loss, (S,) or (S, W), and the predictions that the metrics look at."""
-        mixed = {name: labels[name] for name in (PARTNER, SHARE) if name in labels}
-        raw = self.select(outputs), self.select({name: y for name, y in labels.items() if name not in mixed})
+        raw = self.select(outputs), self.select(labels)
         if self.user_loss:
             values, place_weights = self.user_loss.checked_values(*raw, weights, self.weighted_by_data)
             z, y = self._for_built_in_metrics(*raw)
@@ -130,15 +140,28 @@ class Objective:
             # Where some places have no label, only those that have one cost time.
             if present is None:
                 values = loss_function(self.loss)(z, y, self._ops)
-                if mixed:  # the cross-entropy with a share of each class
-                    share = self._ops.cast(mixed[SHARE], self._ops.dtype(values))
-                    values = share * values + (1 - share) * loss_function(self.loss)(z, mixed[PARTNER], self._ops)
             else:
                 values = self._ops.cross_entropy(z, y, present)
+        if PARTNER in labels:
+            values = self._mixed(values, raw[0], labels, weights)
         sums = weighted_sum(values, place_weights, weights, self._ops, by_user=self.user_loss is not None)
         # Metrics need no gradients.
         z, raw_outputs = for_each(self._ops.stop_gradient, z), for_each(self._ops.stop_gradient, raw[0])
         return sums, Predictions(z, y, weights, present, (raw_outputs, raw[1]), self._ops)
+
+    def _mixed(self, values: Tensor, outputs: Any, labels: Mapping[str, Tensor], weights: Tensor) -> Tensor:
+        """Return the losses of mixed samples: that of each class by its share (Zhang et al. 2018).
+
+        ``values``: those of the class with the larger share.
+        """
+        ops, partner = self._ops, labels[PARTNER]
+        if self.user_loss:
+            others, _ = self.user_loss.checked_values(outputs, partner, weights, self.weighted_by_data)
+        else:
+            z, y, _ = self._for_built_in_loss(outputs, partner)
+            others = loss_function(self.loss)(z, y, ops)
+        share = ops.cast(ops.reshape(labels[SHARE], (-1, *[1] * (len(values.shape) - 1))), ops.dtype(values))
+        return share * values + (1 - share) * others
 
     def place_weights(self, labels: Any, weights: Tensor, zeros: Any) -> Tensor | None:
         """Return how much each place counts, by its label alone: no model is asked; None: all count alike.

@@ -18,7 +18,9 @@ import numpy as np
 from hvd_train.config import TaskConfig
 from hvd_train.config.keys.task import title_of
 from hvd_train.errors import ConfigError
-from hvd_train.metrics.metric import Mean, Metric, flat_weights
+from hvd_train.metrics.auc import scores
+from hvd_train.metrics.metric import Mean, Metric, Predictions, flat_weights, share
+from hvd_train.metrics.ranking import Ranking
 from hvd_train.protocol import Ops, Sample, Tensor
 from hvd_train.task.objective import Objective
 from hvd_train.task.user_functions import for_each
@@ -81,6 +83,8 @@ class Task:
                 self._others.append(Entry(title, k, metric, [*range(end, end + metric.length)]))
                 end += metric.length
         self.length = end
+        # {objective with a metric that follows from the order of the outputs: how many labels of yes and no it has}
+        self.ranked = {entry.objective: entry.metric.ranked for entry in self._others if entry.metric.ranked}
 
     @property
     def entries(self) -> list[tuple[int, int]]:
@@ -114,6 +118,32 @@ class Task:
         outputs: (n, ...) or {name: (n, ...)}; labels: {name: (n, ...)}; weights (n,): 1, or 0 for padding. ``scale``: a
         number for each loss, by which its S is multiplied; None: no loss is needed.
         """
+        return self._summed(outputs, labels, weights, scale)[:2]
+
+    def scores(self, outputs: Any, labels: Mapping[str, Tensor], weights: Tensor) -> Tensor:
+        """Return the vector of sums of an evaluation's batch.
+
+        Behind it, for each of ``ranked``: the number of places m, their scores (m,), and marks (m,): 0 where a place
+        does not count, 1 where its label says no, 2 where it says yes. ``rank`` takes it.
+        """
+        ops = self._ops
+        _, sums, predictions = self._summed(outputs, labels, weights, None)
+        parts = [sums]
+        for k in self.ranked:
+            score, yes, w = scores(predictions[k])
+            marks = w * (1 + ops.cast(yes, "float64"))
+            parts += [ops.reshape(ops.sum(w * 0 + 1, 0), (1,)), score, marks]
+        return ops.concat(parts) if len(parts) > 1 else sums
+
+    def rank(self, rows: np.ndarray, rankings: Mapping[int, Ranking]) -> None:
+        """Add to ``rankings`` what ``scores`` gives behind the sums, {objective: its ranking}."""
+        for k in self.ranked:
+            end = 1 + 2 * int(rows[0])
+            rankings[k].add(*rows[1:end].reshape(2, -1))
+            rows = rows[end:]
+
+    def _summed(self, outputs: Any, labels: Any, weights: Tensor, scale: Any) -> tuple[Any, Tensor, list[Predictions]]:
+        """Return what ``__call__`` does, and the predictions of each objective."""
         ops, loss = self._ops, None
         scalars, predictions = [], []
         for k, objective in enumerate(self.objectives):
@@ -128,7 +158,7 @@ class Task:
         vectors = [ops.stack([*scalars, ops.sum(weights, 0)])]
         vectors += [entry.metric.sums(predictions[entry.objective]) for entry in self._others]
         sums = [ops.cast(x, "float64") for x in vectors]
-        return loss, ops.concat(sums) if len(sums) > 1 else sums[0]
+        return loss, ops.concat(sums) if len(sums) > 1 else sums[0], predictions
 
     def counts(self, labels: Mapping[str, Tensor], weights: Tensor) -> Tensor:
         """Compute the W of each loss, (losses,) float64, from labels alone: no model is asked."""
@@ -151,18 +181,26 @@ class Task:
                 fix = "let weights follow from the labels alone; what outputs change belongs into the values"
                 raise ConfigError(what, where=f"task.loss: {objective.loss}", fix=fix, common=True)
 
-    def results(self, sums: np.ndarray) -> dict[str, float]:
+    def finite(self, sums: np.ndarray) -> bool:
+        """Return whether the losses are finite. One in which no label counts is nan, but no sign of a wrong model."""
+        return all(math.isfinite(sums[value]) for value, _ in self.entries)
+
+    def results(self, sums: np.ndarray, rankings: Mapping[int, Ranking] | None = None) -> dict[str, float]:
         """Compute {"loss", each loss of several, each metric, "samples"} from sums over all ranks.
 
-        All are nan where no sample counts.
+        ``rankings``: those of an evaluation, by objective, over all ranks; without, sums stand for them.
+        A value is nan where nothing counts in it: no sample, or no place that has a label.
         """
         samples, losses = float(sums[self.samples]), {}
         for objective, (value, count) in zip(self.objectives, self.entries, strict=True):
-            # Where no place counts, S is 0 and so is the loss.
-            losses[f"{objective.output}_loss"] = float(sums[value]) / (float(sums[count]) or 1.0)
+            losses[f"{objective.output}_loss"] = share(*sums[[value, count]].tolist())
         values: dict[str, float] = {"loss": sum(losses.values()), **(losses if len(losses) > 1 else {})}
         metrics: tuple[Entry[Any], ...] = (*self._means, *self._others)
         if not samples:
             return dict.fromkeys([*values, *(entry.title for entry in metrics)], math.nan) | {"samples": 0}
-        values |= {entry.title: entry.metric.result(sums[entry.sums]) for entry in metrics}
+        for entry in metrics:
+            if rankings and entry.metric.ranked:
+                values[entry.title] = entry.metric.exact(rankings[entry.objective])
+            else:
+                values[entry.title] = entry.metric.result(sums[entry.sums])
         return values | {"samples": round(samples)}

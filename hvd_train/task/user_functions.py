@@ -172,6 +172,8 @@ class UserLibraryMetric(Metric):
             raise ConfigError(f"the metric failed: {_reason(error)}", where=self.where, fix=fix) from error
 
     def result(self, sums: np.ndarray) -> float:
+        if not sums.any():  # it was given no row, of which some metrics make a 0
+            return math.nan
         shapes = self._sums.shapes
         parts = np.split(sums, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
         try:

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import hvd_train
+from hvd_train.checkpoint import store
 from hvd_train.config import load_config
 from hvd_train.config.user_code import user_function
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, DataError
 from hvd_train.jobs.evaluate import evaluate
+from hvd_train.report.tables import side_by_side
 
 CLASSES = 3
 rng = np.random.default_rng(0)
@@ -299,3 +301,36 @@ def greedy(framework):
 def test_f18_too_little_memory_is_one_line(tmp_path, framework):
     with pytest.raises(CommunicationError, match="out of memory: .*; lower batch_size"):
         hvd_train.fit(config(tmp_path / "run", framework=framework), model=greedy(framework), data=DATA)
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_an_evaluation_in_which_no_label_counts_has_no_value(tmp_path, framework, capfd):
+    """It had a loss of 0, a perplexity of 1 and the best checkpoint of all; nor may it stop a run or lower its rate."""
+    places = np.repeat(Y[:, None], 2, 1)
+    few = places[:60].copy()
+    few[8:] = -100  # most batches of 4 have no label
+    data = (np.repeat(X[:60, None], 2, 1), few), (np.repeat(X[60:, None], 2, 1), places[60:] * 0 - 100)
+    model = built(framework)
+    if framework == "tensorflow":
+        import keras
+
+        model = keras.Sequential([keras.Input((2, 6)), keras.layers.Dense(CLASSES)])
+    rules = {"early_stopping": {"monitor": "val_perplexity", "patience": 1}, "log_every_n_steps": 1}
+    rules |= {"optim": {"lr": 0.1, "plateau": {"monitor": "val_loss", "patience": 1, "factor": 0.5}}}
+    task = {"metrics": ["accuracy", "perplexity", "f1_macro", "top5"]}
+    keys = config(tmp_path, framework=framework, task=task, max_epochs=4, global_batch_size=4, **rules)
+    summary = hvd_train.fit(keys, model=model, data=data)
+    assert summary.epochs == 4 and summary.val_samples == 30
+    assert {
+        name: summary[name] for name in summary if name.startswith("val_") and name != "val_samples"
+    } == dict.fromkeys(("val_loss", "val_accuracy", "val_perplexity", "val_f1_macro", "val_top5"))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {row["lr"] for row in rows} == {0.1}
+    losses = [row["loss"] for row in rows if row["event"] == "train"]
+    assert None in losses and any(losses) and 0.0 not in losses
+    assert summary.train_loss > 0, "that of the labels which there are"
+    out, err = capfd.readouterr()
+    assert err.count("the evaluation has no value of val_loss and val_perplexity: no label counts in it") == 1
+    with pytest.raises(CheckpointError, match="no checkpoint has a val_loss"):
+        store.resolve(tmp_path, "best", "val_loss")
+    assert "-" in side_by_side([tmp_path]) and "nan" not in side_by_side([tmp_path]).lower()

@@ -232,7 +232,7 @@ CHANGING.pop("model.hidden")
 # could show. An optimizer sees the mean alone, whoever made it.
 LARGEST = {"pytorch": 4, "tensorflow": 3}
 EVERY_SIZE = ["cnn", "sgd", "accumulate", "norm", "norm-parts", "masked", *APART]
-EVERY_SIZE += ["evaluation", "verbs", "shards", "shards-traced", "average", "adasum-verb"]
+EVERY_SIZE += ["evaluation", "evaluation-areas", "verbs", "shards", "shards-traced", "average", "adasum-verb"]
 EVERY_SIZE += ["two-phase", "two-phase-traced"]
 EVERY_SIZE += [f"disagree-{name}" for name in ("model", "seed", "data", "unbuildable")]
 
@@ -256,6 +256,10 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
 
     made = [{"name": n, "kind": "train", "config": own(n, config)} for n, config in (TRAININGS | APART).items()]
     made.append({"name": "evaluation", "kind": "evaluation", "config": own("evaluation", MLP)})
+    model = f"tests.own_models:{'pytorch' if framework == 'pytorch' else 'keras'}_one_output"
+    keys = {"model.name": model, "data.name": "tests.own_models:odd_digits", "global_batch_size": 30, "precision": 64}
+    keys |= {"task": {"loss": "bce", "metrics": ["auc", "average_precision", "accuracy", "f1"]}, "tensorboard": False}
+    made.append({"name": "evaluation-areas", "kind": "evaluation", "config": own("areas", keys), "outputs": True})
     for name, exchange in (COMPRESSED | FULL | LOOSE | DELAYED).items():
         config = SHORT | {"exchange": exchange} | MOMENTUM.get(name, {})
         made.append({"name": name, "kind": "train", "config": own(name, config)})

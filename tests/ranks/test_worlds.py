@@ -158,6 +158,19 @@ def test_every_sample_counts_once(worlds, framework, launcher, size):
         assert result["accuracy"] == one["accuracy"]
 
 
+@pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *WORLDS])
+def test_metrics_of_the_order_of_all_outputs_are_those_of_scikit_learn(worlds, framework, launcher, size):
+    metrics = pytest.importorskip("sklearn.metrics")
+    ranks = worlds(framework, launcher, size).json("evaluation-areas")
+    z, y = (np.concatenate([one[name] for one in ranks]) for name in ("outputs", "labels"))
+    assert len(z) == 200
+    for one in ranks:
+        assert one["auc"] == pytest.approx(metrics.roc_auc_score(y, z), rel=1e-12)
+        assert one["average_precision"] == pytest.approx(metrics.average_precision_score(y, z), rel=1e-12)
+        assert one["f1"] == pytest.approx(metrics.f1_score(y, z > 0), rel=1e-12)
+        assert one["accuracy"] == pytest.approx(metrics.accuracy_score(y, z > 0), rel=1e-12)
+
+
 @pytest.mark.parametrize(("framework", "launcher", "size"), WORLDS)
 def test_communicator_verbs(worlds, framework, launcher, size):
     for rank, out in enumerate(worlds(framework, launcher, size).json("verbs")):

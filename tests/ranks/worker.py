@@ -259,7 +259,15 @@ def same_facts(case, module, communicator, folder):
 
 def evaluation(case, module, communicator, folder):
     job = connected(case, module, communicator)
-    return evaluate(job.frontend, job.loader("train").evaluation())
+    result = evaluate(job.frontend, job.loader("train").evaluation())
+    if case.get("outputs"):
+        batches = [*job.loader("train").evaluation()]
+        outputs = [
+            job.frontend.predict(job.frontend.to_device(one))[: one.count].ravel() for one in batches if one.count
+        ]
+        labels = [one.labels["label"][: one.count] for one in batches if one.count]
+        result |= {"outputs": np.concatenate(outputs).tolist(), "labels": np.concatenate(labels).tolist()}
+    return result
 
 
 def average(case, module, communicator, folder):

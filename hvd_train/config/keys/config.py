@@ -261,6 +261,11 @@ class Config(Section):
         return list(zip(("checkpoint", "early_stopping", "optim.plateau"), sections, strict=True))
 
     @property
+    def monitors(self) -> list[str]:
+        """Return the values that something watches."""
+        return list(dict.fromkeys(rule.monitor for _, rule in self._watching if rule))
+
+    @property
     def notes(self) -> list[str]:
         """Return the notes about the configuration for the user, a line each."""
         return self._notes

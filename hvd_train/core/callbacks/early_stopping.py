@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from hvd_train.config import EarlyStoppingConfig
+from hvd_train.core.callbacks.monitor import monitored
 from hvd_train.core.hooks import Epoch, Hook
 from hvd_train.core.training import Training
 
@@ -17,9 +18,9 @@ class EarlyStopping(Hook):
 
     def on_epoch(self, trainer: Training, epoch: Epoch) -> None:
         rule, p = self._rule, trainer.progress
-        if not epoch.complete or "val_loss" not in epoch.metrics:
-            return  # an interruption within an epoch must not change when training stops
-        value = epoch.metrics[rule.monitor] * (1 if trainer.config.mode_of(rule) == "min" else -1)
+        value = monitored(trainer, epoch, rule)
+        if value is None:
+            return
         if math.isfinite(value) and (p.best is None or value < p.best - rule.min_delta):
             p.best, p.waited = value, 0
             return

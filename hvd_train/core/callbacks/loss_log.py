@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -82,8 +81,8 @@ class LossLog(Hook):
         self._write(trainer, info, sums)
 
     def _check_finite(self, trainer: Training, sums: np.ndarray, common: bool) -> None:
-        result, p = self._task.results(sums[: self._task.length]), trainer.progress
-        if result["samples"] and not math.isfinite(result["loss"]):
+        if not self._task.finite(sums):
+            result, p = self._task.results(sums[: self._task.length]), trainer.progress
             what, where = f"the training loss is {result['loss']}", f"epoch {p.epoch + 1}, up to step {p.step}"
             raise NonFiniteError(what, where=where, fix=NONFINITE_FIX, common=common)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from hvd_train.config.keys.optim import PlateauConfig
+from hvd_train.core.callbacks.monitor import monitored
 from hvd_train.core.hooks import Epoch, Hook
 from hvd_train.core.training import Training
 from hvd_train.errors import amount
@@ -22,9 +23,9 @@ class Plateau(Hook):
 
     def on_epoch(self, trainer: Training, epoch: Epoch) -> None:
         rule, p = self._rule, trainer.progress
-        if not epoch.complete or "val_loss" not in epoch.metrics:
-            return  # an interruption within an epoch must not change when the rate falls
-        value = epoch.metrics[rule.monitor] * (1 if trainer.config.mode_of(rule) == "min" else -1)
+        value = monitored(trainer, epoch, rule)
+        if value is None:
+            return
         improved = math.isfinite(value) and (p.plateau_best is None or value < p.plateau_best - rule.min_delta)
         if improved:
             p.plateau_best = value

@@ -346,7 +346,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
 
     @torch.no_grad()
     def evaluate_batch(self, placed) -> torch.Tensor:
-        return self.task(self._eval_outputs(placed[0]), *placed[1:])[1]
+        return self.task.scores(self._eval_outputs(placed[0]), *placed[1:])
 
     def predict(self, placed) -> Any:
         outputs, labels = self._eval_outputs(placed[0]), self._sample.labels

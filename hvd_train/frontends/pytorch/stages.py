@@ -88,7 +88,7 @@ class StagedPyTorch(Staged, PyTorchInBlocks):
     def _evaluate_stage(self, placed: Any, x: torch.Tensor | None) -> Any:
         self.model.eval()
         output = self._run_stage(placed, x)
-        return self.task(self._result(output), *placed[1:])[1] if self.last else output
+        return self.task.scores(self._result(output), *placed[1:]) if self.last else output
 
     def _pack(self, x: torch.Tensor) -> Message:
         flat = x.detach().cpu().contiguous()

@@ -354,7 +354,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         return self.update.compression_error(self.update.exchange.to_buckets(gradients))
 
     def _traced_score(self, inputs, labels, weights) -> tf.Tensor:
-        return self.task(self._eval_outputs(inputs), labels, weights)[1]
+        return self.task.scores(self._eval_outputs(inputs), labels, weights)
 
     def _variables(self) -> dict[str, tf.Variable]:
         self.run_queued()

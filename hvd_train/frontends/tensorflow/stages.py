@@ -148,7 +148,7 @@ class StagedTensorFlow(Staged, TensorFlowInBlocks):
         outputs = self.model(self._inputs(x) if self.first else x, training=False)
         if not self.last:
             return outputs
-        return self.task(tf.nest.map_structure(lambda y: tf.cast(y, self.dtype), outputs), labels, weights)[1]
+        return self.task.scores(tf.nest.map_structure(lambda y: tf.cast(y, self.dtype), outputs), labels, weights)
 
     def _evaluate_stage(self, placed: Any, x: tf.Tensor | None) -> Any:
         return self._score(placed[0] if x is None else x, *placed[1:])

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvd_train.config import TaskConfig
 from hvd_train.data.classes import Classes, Known
-from hvd_train.data.column import INPUT, LABEL, Column, is_image
+from hvd_train.data.column import INPUT, LABEL, Column, check_no_mask, is_image
 from hvd_train.data.labels import class_column
 from hvd_train.data.order import permute
 from hvd_train.data.ragged import RaggedRows, Varying
@@ -115,6 +115,8 @@ class Arrays:
         parts = []
         for values, columns in ((inputs, self._inputs), (labels, self._labels)):
             named = values if isinstance(values, Mapping) else dict.fromkeys(columns, values)
+            for name in columns:
+                check_no_mask(named[name], columns[name].title, self.where)
             arrays = {name: np.asarray(named[name]) for name in columns}
             for name, x in arrays.items():
                 shape = (len(rows), *columns[name].values.shape[1:])
@@ -130,6 +132,11 @@ class Arrays:
                 good = good | (x == self._ignore) if column.field.shape else good
                 column.check(good, rows, f"a label out of [0, {column.field.classes})")
         return parts[0], parts[1]
+
+    def watch(self, task: TaskConfig) -> None:
+        """Refuse labels that are not from 0 to 1 where they are fetched for the loss bce."""
+        for name, column in self._labels.items():
+            self._labels[name] = replace(column, yes_or_no=task.term(name)[0] == "bce")
 
     def label(self, name: str, places: np.ndarray) -> np.ndarray:
         """Return the labels of this name, (k, ...), of the samples at these places (k,); no input is read."""

@@ -16,7 +16,7 @@ from hvd_train.data.balanced import Balanced
 from hvd_train.data.classes import Known, listing
 from hvd_train.data.combined import InputsAsLabels, Joined, joined_samples
 from hvd_train.data.dataset import NEW_RUN, DataRequest, DataSet, Parts, Whole, known
-from hvd_train.data.fitted import as_run, on_normalization
+from hvd_train.data.fitted import as_run, of_one_type, on_normalization
 from hvd_train.data.kinds import KINDS
 from hvd_train.data.label_values import check_values
 from hvd_train.data.lengths import Lengths, buckets_of
@@ -138,7 +138,7 @@ def _divided(parts: Parts, request: DataRequest, config: DataConfig) -> dict[str
     elif config.fold and request.split != "all":
         fix = "leave it out, or give one file or folder without a validation part"
         raise DataError("the data have a validation part of their own", where="data.fold", fix=fix)
-    names = list(parts)
+    parts, names = of_one_type(parts), list(parts)
     for name in names[1:]:
         _check_same_fields(parts, names[0], name, where)
     if request.split == "all":

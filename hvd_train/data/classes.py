@@ -6,7 +6,8 @@ used, the training part) decides which number a word gets; a word that is none o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -44,6 +45,16 @@ def values_of(names: Sequence[str]) -> np.ndarray | None:
     return np.array(values, np.int64) if names and same else None
 
 
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+WHOLE = "^-?[0-9]+$"  # also for pyarrow
+
+
+def numbers_of(names: Iterable[str]) -> dict[str, float] | None:
+    """Return the number that each name is, as it is written in a table; None: some are words."""
+    numbers = {name: float(name) if NUMBER.fullmatch(name) else np.inf for name in names}
+    return numbers if np.isfinite([*numbers.values()]).all() else None
+
+
 def two_meanings(names: Sequence[str], numbers: Sequence[int]) -> str | None:
     """Return a name that reads as one of the labels' ``numbers``, but stands for another: '1' of '1', '2', 'none'."""
     present, its = set(numbers), dict[str, int]()
@@ -51,6 +62,15 @@ def two_meanings(names: Sequence[str], numbers: Sequence[int]) -> str | None:
         with suppress(ValueError):
             its[name] = int(name)
     return next((name for k, name in enumerate(names) if its.get(name, k) != k and its[name] in present), None)
+
+
+MISSING = ("nan", "na", "n/a", "<na>", "null", "none")  # what programs write where there is no value
+
+
+def remarks_on_missing(title: str, names: Sequence[str], known: Classes) -> list[str]:
+    """Return a line where words that are numbered as classes hold one that may stand for no value."""
+    words = [name for name in names if name.casefold() in MISSING and name not in (known.names or ())]
+    return [f"{title}: '{name}' is taken for a class (if it stands for no value, leave its rows out)" for name in words]
 
 
 def by_number(title: str, names: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from hvd_train.protocol import Field
 
 INPUT, LABEL = "input", "label"  # names of arrays that came without one
 # Types that not every framework computes with travel as the next larger one; all numbers with a fraction in 32 bits.
+ROUNDING = 1e-3  # of masks that were resized
 TRAVEL = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 
 
@@ -27,7 +28,8 @@ def is_class(number: int, classes: int | None) -> bool:
 class Column:
     """One named array of all samples: ``values`` needs only ``shape``, ``dtype``, ``len`` and ``[rows]``.
 
-    ``title``: what messages call it; ``lookup``: from values to the numbers of their classes.
+    ``title``: what messages call it; ``lookup``: from values to the numbers of their classes; ``yes_or_no``: the loss
+    bce takes them, which has no lower bound for others than 0 to 1.
     """
 
     title: str
@@ -35,6 +37,7 @@ class Column:
     field: Field
     where: str
     lookup: Lookup | None = None
+    yes_or_no: bool = False
 
     @classmethod
     def of_inputs(
@@ -94,6 +97,9 @@ class Column:
                 self.check(np.isfinite(values), rows, "NaN or infinity")
         elif values.dtype == np.uint64:
             self.check(np.less(values, 1 << 63), rows, "a number of more than 63 bits")
+        if self.yes_or_no and self.field.divisor == 1 and not self.field.classes:
+            good = (values >= -ROUNDING) & (values <= 1 + ROUNDING)
+            self.check(good, rows, "a label that is not from 0 to 1, as task.loss: bce takes them")
         return values.astype(self.field.dtype, copy=False).reshape(len(rows), *self.field.shape)
 
     def check_kept(self, values: np.ndarray, rows: np.ndarray) -> None:
@@ -143,6 +149,15 @@ class Column:
         if kind.kind in "iu":
             return f"{self.title} are {kind} and reach the model as whole numbers (store quantities as float32)"
         return ""
+
+
+def check_no_mask(value: Any, name: str, where: str) -> None:
+    """Refuse missing values of a masked array: below its mask lie other numbers."""
+    if np.ma.is_masked(value):
+        missing = np.argwhere(np.ma.getmaskarray(value))
+        first = ", ".join(map(str, missing[0].tolist()))
+        what = f"{name} are a masked array, and {len(missing):,} values are missing, the first at [{first}]"
+        raise DataError(what, where=where, fix="leave these samples out, or fill the values: x.filled(...)")
 
 
 def is_image(shape: tuple[int, ...], kind: np.dtype, alone: bool, images: bool | None) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_train.config import DataConfig
+from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data.arrays import Arrays
 from hvd_train.data.classes import Known
 from hvd_train.data.combined import joined_samples
@@ -92,6 +92,11 @@ class DataSet:
 def known(config: DataConfig, request: DataRequest, count: int | None = None) -> Known:
     """Return the classes known before the data are read; ``count``: of a data set that always has so many."""
     return Known.of(config, request.run).with_count(count)
+
+
+def class_task(task: TaskConfig) -> TaskConfig:
+    """Return the task for data whose labels are classes whatever the loss is, as a loss of the user's may take them."""
+    return TaskConfig(ignore_index=task.ignore_index)
 
 
 def existing_path(config: DataConfig) -> Path:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hvd_train.data.classes import Lookup, by_number, listing, unknown, values_of
 from hvd_train.data.column import INPUT, LABEL
+from hvd_train.data.transforms import drawn
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample, Source
 
@@ -17,8 +18,8 @@ from hvd_train.protocol import Field, Fields, Sample, Source
 class FieldMap:
     """The way from the data to a field of the run.
 
-    ``name``: the field's in the data; ``order``: of its columns; ``lookup``: from its numbers of classes to the run's.
-    None: as it is.
+    ``name``: the field's in the data; ``order``: of its columns; ``lookup``: from its numbers of classes to the run's;
+    ``dtype``: the type of its numbers. None: as it is.
     """
 
     name: str
@@ -26,16 +27,17 @@ class FieldMap:
     lookup: Lookup | None = None
     names: tuple[str, ...] = ()  # the run's, for messages
     where: str = ""
+    dtype: str | None = None
 
     @property
     def plain(self) -> bool:
-        return self.order is None and self.lookup is None
+        return self.order is None and self.lookup is None and self.dtype is None
 
     def __call__(self, fields: Fields) -> np.ndarray:
         x = fields[self.name]
         x = x if self.order is None else x[..., self.order]
         if self.lookup is None:
-            return x
+            return x if self.dtype is None else x.astype(self.dtype)
         numbers = self.lookup(x)
         strange = (numbers < 0) & (numbers != self.lookup.ignore)
         if strange.any():
@@ -58,6 +60,7 @@ class Fitted:
         self.fingerprint, self.note = source.fingerprint, getattr(source, "note", "")
         self.files, self.rows = getattr(source, "files", ()), getattr(source, "rows", None)
         self.ordered, self.remarks = getattr(source, "ordered", False), (*getattr(source, "remarks", ()), *remarks)
+        self.varying = getattr(source, "varying", None)
         if hasattr(source, "label"):
             self.label = self._label
 
@@ -65,11 +68,17 @@ class Fitted:
         return len(self._source)
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
-        inputs, labels = self._source.fetch(indices)
+        return self._fitted(self._source.fetch(indices), len(indices))
+
+    def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
+        return self._fitted(drawn(self._source, indices, seed, epoch), len(indices))
+
+    def _fitted(self, fetched: tuple[Fields, Fields], count: int) -> tuple[Fields, Fields]:
+        inputs, labels = fetched
         return (
             {name: field_map(inputs) for name, field_map in self._inputs.items()},
             {
-                name: self._labels[name](labels) if name in self._labels else self._zeros(name, len(indices))
+                name: self._labels[name](labels) if name in self._labels else self._zeros(name, count)
                 for name in self.sample.labels
             },
         )
@@ -107,12 +116,60 @@ def as_run(source: Source, run: Sample, labels: bool, where: str, ignore: int) -
             field = source.sample.labels[its]
             order = _order(run.labels[name], field, where, remarks)
             lookup = _lookup(name, run.labels[name], field, where, remarks, ignore)
-            label_maps[name] = FieldMap(its, order, lookup, run.labels[name].names or (), where)
-            label_fields[name] = _classes_of(run.labels[name], field)
+            dtype = _widest([field, run.labels[name]])
+            label_maps[name] = FieldMap(its, order, lookup, run.labels[name].names or (), where, _other(field, dtype))
+            label_fields[name] = replace(_classes_of(run.labels[name], field), dtype=dtype or field.dtype)
+            _remark_on_label(name, run.labels[name], field, dtype, remarks)
     sample = Sample(fields, label_fields, source.sample.told_classes or run.told_classes)
     everything = {**input_maps, **label_maps}
     same = labels and sample == source.sample and all(x.plain and x.name == name for name, x in everything.items())
     return source if same and not remarks else Fitted(source, sample, input_maps, label_maps, remarks)
+
+
+WIDTHS = ("bool", "int64", "float32")  # types of labels that are numbers, each of which takes all before it
+
+
+def _widest(fields: Iterable[Field]) -> str | None:
+    """Return the type that takes the numbers of all these labels; None: some are classes, or images."""
+    kinds = [field.dtype if field.divisor == 1 and not field.classes else "" for field in fields]
+    return max(kinds, key=WIDTHS.index) if all(kind in WIDTHS for kind in kinds) else None
+
+
+def _other(field: Field, dtype: str | None) -> str | None:
+    return dtype if dtype != field.dtype else None
+
+
+def of_one_type(parts: Mapping[str, Source]) -> dict[str, Source]:
+    """Give labels that are numbers the same type in all parts: one may hold fractions, and another whole numbers."""
+    made = dict(parts)
+    samples = [part.sample for part in parts.values()]
+    shared = [name for name in samples[0].labels if all(name in sample.labels for sample in samples)]
+    types = {name: _widest(sample.labels[name] for sample in samples) for name in shared}
+    for title, part in parts.items():
+        its = part.sample.labels
+        others = {name: dtype for name, dtype in types.items() if dtype and its[name].dtype != dtype}
+        if others:
+            labels = {name: replace(field, dtype=others.get(name, field.dtype)) for name, field in its.items()}
+            maps = {name: FieldMap(name, dtype=others.get(name)) for name in its}
+            inputs = {name: FieldMap(name) for name in part.sample.inputs}
+            made[title] = Fitted(part, replace(part.sample, labels=labels), inputs, maps, [])
+    return made
+
+
+def _remark_on_label(name: str, run: Field, data: Field, dtype: str | None, remarks: list[str]) -> None:
+    """Add a line where labels are of another kind or scale than in the run."""
+    if data.names and not run.classes:
+        remarks.append(f"labels '{name}' are classes, and the run was trained with numbers: {_numbers(data)}")
+    elif run.names and not data.classes:
+        remarks.append(f"labels '{name}' are numbers, and the run was trained with classes: {_numbers(run)}")
+    elif run.divisor != data.divisor:
+        remarks.append(f"labels '{name}' are {_scale(data)}, and the run was trained with {_scale(run)}")
+    elif dtype and dtype != run.dtype:
+        remarks.append(f"labels '{name}' are {data.dtype}, and the run was trained with {run.dtype}")
+
+
+def _numbers(field: Field) -> str:
+    return listing([f"{one} {k}" for k, one in enumerate(field.names or ())])
 
 
 def _matched(
@@ -182,7 +239,7 @@ def _order(run: Field, data: Field, where: str, remarks: list[str]) -> np.ndarra
 
 
 def _renamed(data: Field, run: Field) -> Field:
-    if not run.columns or not data.columns:
+    if not run.columns or not data.columns or run.columns == data.columns:
         return replace(data, columns=data.columns or run.columns or ())
     return replace(data, shape=(*data.shape[:-1], len(run.columns)), columns=run.columns)
 

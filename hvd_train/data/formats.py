@@ -289,12 +289,17 @@ def read_hdf5(path: Path, choose: Choose) -> dict[str, Any]:
 
 def _check_size(path: Path, name: str, item: Any) -> None:
     """Check sizes before a row is read: HDF5 takes memory for whole chunks, and gives zeros for rows never written."""
+    import h5py
+
     where, stored = f"{path}: {name}", item.id.get_storage_size()
     if item.nbytes > max(1 << 26, stored * LEAST_STORED):
         what = (
             f"claims {item.shape} {item.dtype}, {in_units(item.nbytes)}, and only {stored:,} bytes of it were written"
         )
         raise DataError(what, where=where, fix="write the file again")
+    if item.size and item.id.get_space_status() != h5py.h5d.SPACE_STATUS_ALLOCATED:
+        what = f"part of it, {item.shape} {item.dtype}, was never written, and would be read as {item.fillvalue}"
+        raise DataError(what, where=where, fix="write all rows, or make the data set as long as what was written")
     if item.chunks:
         chunk = math.prod(item.chunks) * item.dtype.itemsize
         fix = "write it with smaller chunks, of some samples each: create_dataset(..., chunks=...)"

@@ -6,7 +6,7 @@ The first line of each docstring is what ``hvd-train data`` lists.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import DataConfig, TaskConfig
-from hvd_train.data import formats, images, masked, packed, webdataset
+from hvd_train.data import formats, images, masked, packed
 from hvd_train.data.arrays import Arrays
-from hvd_train.data.classes import Known, Words, values_of
+from hvd_train.data.classes import Words
 from hvd_train.data.column import is_class
-from hvd_train.data.dataset import DataRequest, Parts, Whole, existing_folder, existing_path, known
+from hvd_train.data.dataset import DataRequest, Parts, Whole, class_task, existing_folder, existing_path, known
+from hvd_train.data.image_data import open_imagefolder, open_webdataset
 from hvd_train.data.labeled_text import open_labeled_text
 from hvd_train.data.synthetic import Synthetic
 from hvd_train.data.table_data import open_table
@@ -27,18 +28,13 @@ from hvd_train.errors import DataError
 from hvd_train.protocol import Source
 
 
-def _of_classes(task: TaskConfig) -> TaskConfig:
-    """Return the task for data whose labels are classes whatever the loss is, as a loss of the user's may take them."""
-    return TaskConfig(ignore_index=task.ignore_index)
-
-
 def _digits(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
     """handwritten digits, 1 797 images of 8 x 8 (built in; image_size resizes)"""
     images, labels = formats.read_digits()
     images = (images / 16).astype(np.float32)
     if config.image_size:
         images = formats.resize(images, config.image_size)
-    classes, counted = known(config, request, 10), _of_classes(task)
+    classes, counted = known(config, request, 10), class_task(task)
     return Whole(Arrays(images, labels, "digits", classes, counted, images=True), 0.2)
 
 
@@ -59,7 +55,7 @@ def _idx(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
             raise DataError(f"{len(images)} images in {files[0].name}, {len(labels)} labels", where=str(files[1]))
         if config.image_size and images.shape[1:] != (config.image_size, config.image_size):
             images = formats.resize(images, config.image_size)
-        parts.append(Arrays(images, labels, str(files[0]), classes, _of_classes(task), images=True))
+        parts.append(Arrays(images, labels, str(files[0]), classes, class_task(task), images=True))
         classes = classes.after(parts[0])
     return {"train": parts[0], "val": parts[1]}
 
@@ -131,83 +127,6 @@ def _hdf5(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
     return _named_arrays(config, task, request, formats.read_hdf5)
 
 
-def _imagefolder(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
-    """path/train/CLASS/*.png, path/val/CLASS/* and path/test/CLASS/* (or path/CLASS/*: split); set image_size"""
-    folder = existing_folder(config)
-    places, others = images.find_parts(folder)
-    read = {part: place for part, place in places.items() if part != "test" or request.reads_test} or {"train": folder}
-    listed = {part: images.list_images(place, request.labels) for part, place in read.items()}
-    if not request.run:  # whose classes are known
-        images.check_no_class_is_empty(listed["train"])
-    remarks = [f"not read in {folder}: {', '.join(others)}"] * bool(others)
-    return _image_parts(listed, _colored(listed, request), config, task, request, remarks)
-
-
-def _webdataset(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
-    """tar files of NAME.jpg and NAME.cls: train-*.tar, val-*.tar, test-*.tar (or any: split); set image_size"""
-    path = existing_path(config)
-    shards = webdataset.find_shards(path)
-    if "all" in shards:
-        shards = {"train": shards["all"]}
-    listed = {
-        part: webdataset.list_samples(files, path, request.labels)
-        for part, files in shards.items()
-        if part != "test" or request.reads_test
-    }
-    return _image_parts(listed, _colored(listed, request), config, task, request)
-
-
-def _colored(listed: Mapping[str, images.Listing], request: DataRequest) -> bool:
-    """Return whether all images are read in color, as they are where one in any part is."""
-    if request.run:
-        return next(iter(request.run.inputs.values())).shape[-1:] == (3,)
-    return any(listing.colored for part, listing in listed.items() if part != "test")
-
-
-def _image_parts(
-    listed: Mapping[str, images.Listing],
-    colored: bool,
-    config: DataConfig,
-    task: TaskConfig,
-    request: DataRequest,
-    remarks: Sequence[str] = (),
-) -> Parts:
-    classes = known(config, request)
-    train = _images(listed["train"], classes, colored, config, task, request, remarks)
-    made = {
-        part: _images(listing, classes.after(train), colored, config, task, request)
-        for part, listing in listed.items()
-        if part != "train"
-    }
-    return {"train": train, **made} if "val" in made else Whole(train, config.val_fraction, made.get("test"))
-
-
-def _images(
-    listing: images.Listing,
-    classes: Known,
-    colored: bool,
-    config: DataConfig,
-    task: TaskConfig,
-    request: DataRequest,
-    remarks: Sequence[str] = (),
-) -> Arrays:
-    inputs = images.ImageFiles(listing, config.image_size, colored)
-    labels: Any = _labels_of(listing) if request.labels else {}
-    remarks = [*remarks, *filter(None, [listing.note]), *images.remarks_on_pixels(listing)]
-    if listing.colored and not colored:
-        remarks.append(f"{listing.where} holds images in color, which are read as gray: those of the training are")
-    where = str(listing.where)
-    source = Arrays(inputs, labels, where, classes, _of_classes(task), images=True, remarks=remarks)
-    source.files = [str(path) for path in listing.files]
-    return source
-
-
-def _labels_of(listing: images.Listing) -> Any:
-    """Return the classes of the files as words; where a .cls file holds a whole number, it is the class's."""
-    numbers = values_of(listing.names) if listing.numbered else None
-    return Words.read(np.array(listing.names)) if numbers is None else numbers
-
-
 def _cifar10(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
     """CIFAR-10's binary version: path holds data_batch_1.bin, ... and test_batch.bin"""
     folder = existing_folder(config)
@@ -217,7 +136,7 @@ def _cifar10(config: DataConfig, task: TaskConfig, request: DataRequest) -> Part
         images, numbers = formats.read_cifar10(inner if inner.is_dir() else folder, name)
         labels = numbers if config.classes else Words(numbers, formats.CIFAR_CLASSES)
         classes = known(config, request, 10)
-        parts[part] = Arrays(images, labels, str(folder), classes, _of_classes(task), images=True)
+        parts[part] = Arrays(images, labels, str(folder), classes, class_task(task), images=True)
     return parts
 
 
@@ -289,8 +208,8 @@ KINDS: dict[str, Callable[[DataConfig, TaskConfig, DataRequest], Parts]] = {
     "npz": _npz,
     "npy": _npy,
     "hdf5": _hdf5,
-    "imagefolder": _imagefolder,
-    "webdataset": _webdataset,
+    "imagefolder": open_imagefolder,
+    "webdataset": open_webdataset,
     "cifar10": _cifar10,
     "table": open_table,
     "synthetic": _synthetic,

@@ -8,14 +8,14 @@ from math import prod
 import numpy as np
 
 from hvd_train.config import TaskConfig
+from hvd_train.data.column import ROUNDING
 from hvd_train.errors import DataError
 from hvd_train.metrics.table import METRICS
 from hvd_train.protocol import Field, Source
 
-FEW = 64  # samples of a source that gives labels with their inputs only
+FEW = 64  # samples that are looked at of a source that gives labels with their inputs only
 PIECE = 1 << 18  # values that are looked at together
 MOST = 1 << 24  # values of a part that are looked at: labels may be masks in a mapped file
-ROUNDING = 1e-3  # of masks that were resized
 OF_NUMBERS = ("mse", "mae", "huber")
 
 
@@ -51,12 +51,12 @@ def _check_bytes(part: Source, name: str, where: str) -> None:
 
 def _check_yes_and_no(part: Source, name: str, field: Field, where: str) -> None:
     """Refuse labels that are not probabilities of yes: below 0 or above 1 the loss bce has no lower bound."""
-    for start, values in _pieces(part, name):
+    for rows, values in _pieces(part, name):
         values = _as_model_sees(values, field)
         good = (values >= -ROUNDING) & (values <= 1 + ROUNDING)
         if not good.all():
             bad = np.argwhere(~good)[0]
-            what = f"sample {start + bad[0]} has the label {values[tuple(bad)]:g}, and task.loss: bce takes 0 to 1"
+            what = f"sample {rows[bad[0]]} has the label {values[tuple(bad)]:g}, and task.loss: bce takes 0 to 1"
             raise DataError(what, where=where, fix="store no as 0 and yes as 1; for other numbers set task.loss: mse")
 
 
@@ -69,12 +69,14 @@ def _check_metric(part: Source, name: str, field: Field, loss: str, metric: str,
     if not binary:
         return
     pairs = [(-1, 1)] if binary == "threshold" else [(-1, 1), (0, 1)]
-    for start, values in _pieces(part, name):
+    for rows, values in _pieces(part, name):
         values = _as_model_sees(values, field)
         pairs = [pair for pair in pairs if np.isin(values, pair).all()]
         if not pairs:
             first = values.reshape(len(values), -1)[0, 0]
-            what = f"the metric tells yes from no, and with loss {loss} labels are numbers (sample {start}: {first:g})"
+            what = (
+                f"the metric tells yes from no, and with loss {loss} labels are numbers (sample {rows[0]}: {first:g})"
+            )
             fix = "for labels of 0 and 1 set task.loss: bce; of numbers there are mae, rmse, r2"
             raise DataError(what, where=f"{where}, task.metrics: {metric}", fix=fix)
 
@@ -87,13 +89,17 @@ def _as_model_sees(values: np.ndarray, field: Field) -> np.ndarray:
     return (scaled - np.array(field.mean)) / np.array(field.std) if field.mean else scaled
 
 
-def _pieces(part: Source, name: str) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (the first sample, labels (k, ...)) of the first samples."""
+def _pieces(part: Source, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield (samples (k,), their labels (k, ...)) of the first samples, or of some that lie apart."""
     read, field, n = getattr(part, "label", None), part.sample.labels[name], len(part)
     if read is None:
-        yield 0, np.asarray(part.fetch(np.arange(min(n, FEW)))[1][name])
+        ordered = getattr(part, "ordered", False)  # a stream would be read to its end
+        rows = np.arange(min(n, FEW)) if ordered else np.unique(np.linspace(0, n - 1, FEW).astype(np.int64))
+        yield rows, np.asarray(part.fetch(rows)[1][name])
         return
     each = max(1, prod(field.shape))
-    rows = max(1, PIECE // each)
-    for start in range(0, min(n, max(1, MOST // each)), rows):
-        yield start, np.asarray(read(name, np.arange(start, min(n, start + rows))))
+    size, most = max(1, PIECE // each), max(1, MOST // each)
+    looked_at = np.arange(n) if n <= most else np.unique(np.linspace(0, n - 1, most).astype(np.int64))
+    for start in range(0, len(looked_at), size):
+        rows = looked_at[start : start + size]
+        yield rows, np.asarray(read(name, rows))

@@ -18,6 +18,7 @@ from hvd_train.data.classes import (
     by_number,
     listing,
     named,
+    remarks_on_missing,
     two_meanings,
     values_of,
 )
@@ -44,9 +45,10 @@ def class_column(
     if inputs and shape not in ((), (1,)) and (shape != inputs[1 : 1 + len(shape)] or 0 in shape):
         fix = "store one whole number per sample, or one per place of the inputs; or set another task.loss"
         raise DataError(f"{title} of shape {labels.shape} for inputs {inputs}", where=where, fix=fix)
-    kind = np.dtype(labels.dtype)
+    kind, missing = np.dtype(labels.dtype), list[str]()
     if kind.kind == "U" and shape in ((), (1,)):
         labels, shape, kind = Words.read(np.asarray(labels)), (), np.dtype(np.int64)
+        missing = remarks_on_missing(title, labels.names, known)
     if kind.kind not in "iu":
         fix = "store classes as whole numbers (int64); for regression set task.loss: mse"
         raise DataError(f"{title} of type {kind}, and task.loss: cross_entropy wants classes", where=where, fix=fix)
@@ -56,7 +58,7 @@ def class_column(
     lookup: Lookup | None = None
     if isinstance(labels, Words):
         names, count, lookup, masked = _word_classes(title, labels, known, where, ignore)
-        remarks = _remarks_on_twins(title, names)
+        remarks = (*missing, *_remarks_on_twins(title, names))
     elif known.auto or values_of(names or ()) is not None:
         names, count, lookup = _listed_classes(labels, distinct, known, where, ignore)
     else:

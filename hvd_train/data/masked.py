@@ -70,12 +70,18 @@ def tokenizer_of(path: str) -> Any:
         raise DataError(f"no readable vocabulary: {reason}", where=f"data.vocabulary: {path}") from error
 
 
+def size_of(tokenizer: Any) -> int:
+    """Return how many numbers of tokens there may be: the largest one + 1, as numbers may be left out."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
 @dataclass(frozen=True)
 class Tokens:
     """All documents one after the other, and where samples can lie in them.
 
     ids: (m,) tokens; firsts, ends: (k,) a sample's first place, and the end of its document; cuts: (c,) places within
-    samples at which a sentence begins, those of sample i are cuts[bounds[i] : bounds[i + 1]]; size: of the vocabulary.
+    samples at which a sentence begins, those of sample i are cuts[bounds[i] : bounds[i + 1]]; size: the largest number
+    of a token + 1; words: (w,) the numbers of all tokens but the special ones.
     """
 
     ids: np.ndarray
@@ -84,6 +90,7 @@ class Tokens:
     cuts: np.ndarray
     bounds: np.ndarray
     size: int
+    words: np.ndarray
 
     def __len__(self) -> int:
         return len(self.firsts)
@@ -110,7 +117,10 @@ def tokenized(documents: Sequence[Sequence[str]], tokenizer: Any, length: int) -
         np.array([end for _, end, _ in samples], np.int64),
         np.concatenate([np.zeros(0, np.int64), *(cuts for _, _, cuts in samples)]),
         np.cumsum([0, *(len(cuts) for _, _, cuts in samples)]),
-        tokenizer.get_vocab_size(),
+        size_of(tokenizer),
+        np.array(
+            sorted(set(tokenizer.get_vocab(with_added_tokens=True).values()) - set(range(len(SPECIAL)))), np.int32
+        ),
     )
 
 
@@ -183,6 +193,6 @@ class Pairs:
         # Those with the smallest draws.
         at = places[np.argsort(draws[0, places], kind="stable")[: max(1, round(SHARE * len(places)))]]
         # (k,) each: 0 to 7 mask, 8 any word, 9 leave it.
-        fate, strange = draws[1, at] % U64(10), len(SPECIAL) + draws[2, at] % U64(self._text.size - len(SPECIAL))
+        fate, strange = draws[1, at] % U64(10), self._text.words[draws[2, at] % U64(len(self._text.words))]
         words[at] = tokens[at]
-        tokens[at] = np.where(fate < 8, MASK, np.where(fate < 9, strange.astype(np.int32), tokens[at]))
+        tokens[at] = np.where(fate < 8, MASK, np.where(fate < 9, strange, tokens[at]))

@@ -88,6 +88,11 @@ class Packed:
         )
         return inputs, labels
 
+    def label(self, name: str, places: np.ndarray) -> np.ndarray:
+        """Return the labels of this name, (k, ...), of the samples at these places (k,); no input is read."""
+        shards, rows = np.divmod(np.asarray(places, np.int64), self._rows)
+        return _rows_of(self._maps["labels"][name], shards, rows).reshape(-1, *self.sample.labels[name].shape)
+
 
 def _declared(field: Field, images: bool, alone: bool) -> Field:
     """Return an input's field by ``data.images``, which need not be as it was when the data were packed."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config.keys.lengths import LengthsConfig
+from hvd_train.data.column import check_no_mask
 from hvd_train.errors import DataError
 
 LONGER = "raise data.lengths.max_length, or set data.lengths.truncate: true"
@@ -64,6 +65,7 @@ def ragged_rows(value: Iterable[Any], name: str, where: str, config: LengthsConf
     samples = []
     for k, one in enumerate(value):
         try:
+            check_no_mask(one, f"{name} of sample {k}", where)
             samples.append(np.asarray(one))
         except ValueError as error:
             raise DataError(f"{name} of sample {k} is not an array of numbers", where=where) from error

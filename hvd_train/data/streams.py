@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.data.column import check_no_mask
 from hvd_train.errors import DataError
 
 END = object()
@@ -58,6 +59,9 @@ class Stream:
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             what = f"the stream gives a {type(sample).__name__} as sample {index}"
             raise DataError(what, where=self._where, fix="it must give (inputs, label)")
+        for name, part in zip(("inputs", "label"), sample, strict=True):
+            for one in part.values() if isinstance(part, dict) else [part]:
+                check_no_mask(one, f"{name} of sample {index}", self._where)
         return _copied(sample[0]), _copied(sample[1])  # it may write the next one in the same place
 
     def _open(self, epoch: int, start: int) -> None:

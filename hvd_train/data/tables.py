@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvd_train.data.classes import Classes, Words, listing, values_of
+from hvd_train.data.classes import NUMBER, WHOLE, Classes, Words, listing, remarks_on_missing, values_of
 from hvd_train.data.formats import parquet_size, unreadable
 from hvd_train.data.images import PART_NAMES, part_of
 from hvd_train.data.jsonl import first_keys, read_jsonl
@@ -28,7 +28,8 @@ TYPED = (".parquet", ".jsonl")  # a column of text holds words, whatever they lo
 BLOCK = 1 << 20  # pyarrow's default
 MEND = "mend it, or leave the row or the column out"
 WORDS = "mend it, or leave the row out; words are classes under task.loss: cross_entropy alone, else number them first"
-NUMBER = {"int64": "whole number of 64 bits", "float64": "number"}
+MIXED = "mend it; or list data.classes, as words"
+KINDS = {"int64": "whole number of 64 bits", "float64": "number"}
 
 
 def find_all(folder: Path) -> dict[str, Path]:
@@ -159,7 +160,8 @@ class Table:
         """Return a column of numbers, (n,) float32; with ``keep_whole``, int64 where all are whole."""
         column = self._filled(name)
         kind = str(column.type)
-        if keep_whole and kind.startswith(("int", "uint", "string")) and _castable(column, "int64"):
+        whole = kind.startswith(("int", "uint")) or (kind == "string" and _matched(column, WHOLE).all())
+        if keep_whole and whole and _castable(column, "int64"):
             return np.asarray(column.cast("int64"))
         if kind == "string":
             values = self._parsed(name, column, "float64", WORDS if keep_whole else MEND)
@@ -197,8 +199,8 @@ class Table:
     def classes(self, name: str, known: Classes, ignore: int) -> np.ndarray | Words:
         """Return a column of classes, (n,) whole numbers or words.
 
-        A csv column holds words where classes are ``known`` by words, and where they are not known and its first cell
-        is not a number; '1' is a word where a class is called so. ``ignore``: another number that is allowed.
+        A csv column holds numbers where all its cells are numbers, and words where none is one; '1' is a word where
+        classes are ``known`` and one is called so. ``ignore``: another number that is allowed.
         """
         column = self._filled(name)
         if str(column.type) == "string":
@@ -236,19 +238,30 @@ class Table:
                 raise self._fault(name, row, column, what, "write both alike; or list data.classes, as words")
 
     def _words(self, name: str, column: ChunkedArray, known: Classes) -> bool:
-        first = column[0].as_py() if len(column) else ""
-        if _suffix(self.path) in TYPED or not _is(float, first):
+        if _suffix(self.path) in TYPED:
             return True
-        if known.names and values_of(known.names) is None and (not _is(int, first) or _holds_any(column, known.names)):
+        numbers = _matched(column, NUMBER.pattern)
+        of_numbers, n = int(numbers.sum()), len(column)
+        if known.names and values_of(known.names) is None and (of_numbers < n or _holds_any(column, known.names)):
             return True
-        if not _is(int, first):
-            raise self._fault(name, 0, column, "is no whole number, and task.loss: cross_entropy wants classes")
+        if 0 < of_numbers < n:  # what is rarer is the fault
+            odd = int(np.argmax(numbers if of_numbers < n - of_numbers else ~numbers))
+            others = "are words" if numbers[odd] else f"of {n:,} labels {of_numbers:,} are numbers"
+            what = f"is {'a number, and the others' if numbers[odd] else 'no whole number, and'} {others}"
+            raise self._fault(name, odd, column, what, MIXED)
+        if not of_numbers:
+            return True
+        whole = _matched(column, WHOLE)
+        if not whole.all():
+            what = "is no whole number, and task.loss: cross_entropy wants classes"
+            raise self._fault(name, int(np.argmin(whole)), column, what)
         return False
 
     def _coded(self, name: str, column: ChunkedArray, known: Classes) -> Words:
         import pyarrow.compute as pc
 
         names = sorted(pc.unique(column).to_pylist())
+        self.notes.extend(remarks_on_missing(f"column '{name}'", names, known))
         codes = np.asarray(pc.index_in(column, value_set=_strings(names))).astype(np.int64)
         if known.names:
             strange = [k for k, word in enumerate(names) if word not in known.names]
@@ -308,7 +321,7 @@ class Table:
 
     def _parsed(self, name: str, column: ChunkedArray, kind: str, fix: str = MEND) -> np.ndarray:
         if not _castable(column, kind):
-            raise self._fault(name, _first_bad(column, kind), column, f"is no {NUMBER[kind]}", fix)
+            raise self._fault(name, _first_bad(column, kind), column, f"is no {KINDS[kind]}", fix)
         return np.asarray(column.cast(kind))
 
     def _fault(self, name: str, row: int, column: ChunkedArray | None, what: str, fix: str = MEND) -> DataError:
@@ -325,12 +338,11 @@ def _block(path: Path) -> int:
     return max(BLOCK, min(16 * longest, 1 << 30))
 
 
-def _is(kind: Callable[[str], Any], text: str) -> bool:
-    try:
-        kind(text)
-    except ValueError:
-        return False
-    return True
+def _matched(column: ChunkedArray, pattern: str) -> np.ndarray:
+    """Return for each text of a column, (n,) bool, whether all of it matches a pattern."""
+    import pyarrow.compute as pc
+
+    return np.asarray(pc.match_substring_regex(column, f"^({pattern.strip('^$')})$"), bool)
 
 
 def _strings(values: Sequence[str]) -> Any:

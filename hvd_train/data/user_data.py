@@ -13,7 +13,7 @@ from hvd_train.config.keys.lengths import LengthsConfig
 from hvd_train.config.user_code import user_function
 from hvd_train.data.arrays import Arrays
 from hvd_train.data.classes import Known
-from hvd_train.data.column import is_class
+from hvd_train.data.column import LABEL, check_no_mask, is_class
 from hvd_train.data.dataset import DataRequest, Parts, known
 from hvd_train.data.ragged import RaggedRows, check_lengths, is_ragged, ragged_rows
 from hvd_train.data.streams import Stream
@@ -40,7 +40,9 @@ def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_
             continue
         if part is None and request.split:  # there is none
             continue
-        parts[name] = _source(part, config, task, f"{where}, {name}", classes, request.labels)
+        parts[name] = source = _source(part, config, task, f"{where}, {name}", classes, request.labels)
+        if isinstance(source, UserSource) and config.target == "labels":
+            source.watch(task)
         classes = classes.after(parts[name]) if name == "train" else classes
     if not parts:
         raise DataError("gave no samples", where=where, fix="it must return (train, val)")
@@ -130,6 +132,10 @@ class UserSource:
         if classes.default.auto:
             fix = "list the values in the order of their numbers"
             raise DataError("data.classes: auto looks at all labels, and fetch gives some", where=where, fix=fix)
+        for name, values in (labels if isinstance(labels, dict) else {LABEL: labels}).items():
+            if values.dtype.kind == "U":  # words are numbered where all of them are known
+                what = f"labels of fetch are words, as '{values.reshape(-1)[0]}'{f' of {name}' * (name != LABEL)}"
+                raise DataError(what, where=where, fix="number the classes 0, 1, ...; data.classes names them")
         classes = classes.with_count(getattr(user_source, "num_classes", None))
         self._template = Arrays(inputs, labels, where, classes, task, images=images)
         fields, ignore = self._template.sample.labels, task.ignore_index
@@ -138,6 +144,10 @@ class UserSource:
 
     def __len__(self) -> int:
         return len(self._user_source)
+
+    def watch(self, task: TaskConfig) -> None:
+        """Look at labels as they are fetched: they are not all known before."""
+        self._template.watch(task)
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
         inputs, labels = self._fetch(indices)
@@ -280,6 +290,7 @@ def _array(value: Any, name: str, where: str, count: int | None = None) -> Any:
     """
     if isinstance(value, RaggedRows):
         return value
+    check_no_mask(value, name, where)
     several = isinstance(value, dict)
     if isinstance(value, tuple | list) and len(value) != count:
         several = any(np.ndim(one) > 0 and len(one) == count for one in value)

@@ -29,6 +29,15 @@ END = bytes(512)  # a block of zeros, with which an archive ends
 PIECE = 1 << 20  # bytes that are looked at in one go
 
 
+class _Header(tarfile.TarInfo):
+    """A header of a tar file; a negative size, from which Python before 3.11.14 never comes back, is an error."""
+
+    def _block(self, count: int) -> int:
+        if count < 0:
+            raise tarfile.ReadError(f"a header says that a file has {count:,} bytes")
+        return super()._block(count)  # type: ignore[misc]
+
+
 class _Section(io.RawIOBase):
     """A part of a file, as a file."""
 
@@ -150,14 +159,14 @@ def _samples(tar: Path) -> Iterator[dict[str, Member]]:
 def _members(tar: Path) -> list[Member]:
     """Return the regular files of an archive, which must be whole: a copy that was cut off would lose samples."""
     try:
-        with tarfile.open(tar, "r:") as archive:
+        with tarfile.open(tar, "r:", tarinfo=_Header) as archive:
             members = [Member(tar, one.name, one.offset_data, one.size) for one in archive if one.isreg()]
             end = archive.offset
         with tar.open("rb") as file:
             file.seek(end)
             whole = file.read(len(END)) == END
             more = whole and any(piece.strip(b"\0") for piece in iter(partial(file.read, PIECE), b""))
-    except (OSError, tarfile.TarError) as error:
+    except (OSError, tarfile.TarError, ValueError, OverflowError, IndexError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         fix = "a compressed one must be unpacked: gunzip" if tar.suffix != ".tar" else "copy it again"
         raise DataError(f"the tar file cannot be read: {reason}", where=str(tar), fix=fix) from error
@@ -172,14 +181,22 @@ def _members(tar: Path) -> list[Member]:
 def _class_of(members: dict[str, Member], image: Member) -> str:
     """Return the class of a sample as text."""
     if CLASS in members:
-        return members[CLASS].read().decode("utf-8", "replace").strip()
+        try:
+            text = members[CLASS].read().decode("utf-8-sig").strip()
+        except UnicodeDecodeError as error:
+            fix = "write the class as UTF-8 text"
+            raise DataError("a class that is not UTF-8", where=str(members[CLASS]), fix=fix) from error
+        if not text:
+            raise DataError("a class without a name", where=str(members[CLASS]), fix="write its name or number into it")
+        return text
     if JSON in members:
         try:
             value = json.loads(members[JSON].read())
             classes = [value[key] for key in JSON_KEYS if key in value]
         except (ValueError, TypeError) as error:
             raise DataError(f"not a JSON object: {error}", where=str(members[JSON]), fix='write {"cls": 3}') from error
-        if classes and isinstance(classes[0], str | int) and not isinstance(classes[0], bool):
-            return str(classes[0])
+        text = str(classes[0]).strip() if classes and not isinstance(classes[0], bool) else ""
+        if text and isinstance(classes[0], str | int | float):
+            return text
     fix = f"put its class into {PurePosixPath(image.name).stem}{CLASS}, or under '{JSON_KEYS[0]}' of {JSON}"
     raise DataError("a sample without a class", where=str(image), fix=fix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow
@@ -243,3 +244,84 @@ def test_lists_of_numbers_of_64_bits_do_not_change_their_sign(tmp_path):
         else:
             with pytest.raises(DataError, match="a number of more than 63 bits"):
                 source.fetch(np.arange(2))
+
+
+# ---- tokenizers that put marks around a text, and whose numbers have gaps
+
+
+def given(folder, template="[CLS] $A [SEP]", **numbers):
+    """A tokenizer of words, whose numbers are 3 apart."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = sorted({word for text in TEXTS for word in text.split()})
+    vocabulary = {word: 3 * k for k, word in enumerate(("[PAD]", "[CLS]", "[SEP]", "[UNK]", *words))} | numbers
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    marks = [(word, vocabulary[word]) for word in ("[CLS]", "[SEP]")]
+    made.post_processor = processors.TemplateProcessing(single=template, special_tokens=marks)
+    made.save(str(folder / "tokenizer.json"))
+    return made
+
+
+@pytest.mark.parametrize("template", ["[CLS] $A [SEP]", "$A [SEP]", "[CLS] [CLS] $A [SEP] [SEP]", "$A"])
+def test_long_texts_are_cut_as_the_library_does(tmp_path, template):
+    """The closing [SEP] was cut off."""
+    tokenizer = given(tmp_path, template)
+    tokenizer.enable_truncation(12)
+    wanted = {tuple(one.ids) for one in tokenizer.encode_batch(TEXTS)}
+    keys = {"vocabulary": str(tmp_path / "tokenizer.json"), "lengths": {"max_length": 12, "truncate": True}}
+    data = opened(written(tmp_path), **keys)
+    found = [tuple(ids.tolist()) for part in (data.train, data.val) for ids in rows(part)[0]]
+    assert len(found) == len(TEXTS) and set(found) == wanted
+    assert sum(len(ids) == 12 for ids in found) > 50
+    of_run = opened(
+        tmp_path / "texts.jsonl", request=DataRequest(data.sample, "all", vocabulary=data.vocabulary), **keys
+    )
+    assert {tuple(ids.tolist()) for ids in rows(of_run.parts["all"])[0]} == wanted
+    if marks := len(template.split()) - 1:
+        keys["lengths"]["max_length"] = marks  # the library would leave the texts as long as they are
+        with pytest.raises(DataError, match=f"{marks} places, and the tokenizer puts {marks} tokens around each text"):
+            opened(tmp_path / "texts.jsonl", **keys)
+
+
+def test_numbers_of_tokens_may_have_gaps(tmp_path):
+    """The vocabulary was as large as there are tokens, and the largest number had no embedding: an IndexError."""
+    tokenizer = given(tmp_path)
+    largest = max(tokenizer.get_vocab().values())
+    data = opened(written(tmp_path), vocabulary=str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() < largest // 2
+    assert data.sample.inputs["tokens"].classes == largest + 1
+    assert max(ids.max() for part in (data.train, data.val) for ids in rows(part)[0]) <= largest
+
+
+# ---- the column of the texts
+
+
+def test_other_data_have_the_text_in_the_column_of_the_run(tmp_path):
+    """Whatever other column of text there was, was taken for it."""
+    data = opened(written(tmp_path))
+    assert data.sample.inputs["tokens"].columns == ("text",)
+
+    def evaluated(lines, name="other.jsonl", run=data.sample, **keys):
+        path = tmp_path / name
+        path.write_text("\n".join(map(json.dumps, lines)))
+        request = DataRequest(run, "all", vocabulary=data.vocabulary)
+        found = opened(path, request=request, **keys)
+        return rows(found.parts["all"])[0], found.remarks
+
+    texts = [{"text": text, "kind": kind} for text, kind in zip(TEXTS[:9], CLASSES[:9], strict=True)]
+    wanted, remarks = evaluated(texts)
+    assert not remarks
+    found, remarks = evaluated([{"title": "a", **one, "by": "b"} for one in texts])
+    assert all(map(np.array_equal, found, wanted))
+    assert remarks == ["columns title, by are left out: the run was trained without"]
+    titles = [{"title": one["text"], "kind": one["kind"]} for one in texts]
+    with pytest.raises(DataError, match="column text missing, with which the run was trained; .*there are title, kind"):
+        evaluated(titles)
+    found, remarks = evaluated(titles, features=["title"])  # the advice
+    assert all(map(np.array_equal, found, wanted))
+    assert remarks == ["column title is taken as text, by which name the run knows it"]
+    old = replace(data.sample, inputs={name: replace(x, columns=()) for name, x in data.sample.inputs.items()})
+    found, remarks = evaluated(titles, run=old)
+    assert all(map(np.array_equal, found, wanted))
+    assert remarks == ["column title is taken as the text: the run does not know its column"]

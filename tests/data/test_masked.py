@@ -169,3 +169,22 @@ def test_what_cannot_be_read_is_told(folder, tmp_path):
     ):
         with pytest.raises(DataError, match=what):
             open_data(config.model_copy(update=changed))
+
+
+def test_a_vocabulary_whose_numbers_have_gaps(tmp_path):
+    """It was as large as there are tokens: larger numbers had no embedding, and strange words were no tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    text = "The cat sat down. A dog ran off. " * 200
+    (tmp_path / "a.txt").write_text(text)
+    words = {word: 10 + 7 * k for k, word in enumerate(sorted(set(text.split())))}
+    tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[MASK]": 3} | words, "[MASK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    keys = {"path": str(tmp_path / "a.txt"), "vocabulary": str(tmp_path / "tokenizer.json"), "sequence_length": 32}
+    data = open_data(DataConfig(name="masked_text", **keys))
+    largest = max(words.values())
+    assert data.sample.labels["words"].classes == largest + 1
+    inputs, labels = data.train.fetch(np.arange(len(data.train)))
+    assert set(np.unique(inputs["tokens"]).tolist()) - {0} == {1, 2, 3, *words.values()}
+    assert set(np.unique(labels["words"]).tolist()) == {-100, *words.values()}

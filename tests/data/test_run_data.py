@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -11,6 +13,7 @@ from hvd_train.config import DataConfig, TaskConfig, load_config
 from hvd_train.data.catalog import open_data, pack
 from hvd_train.data.dataset import DataRequest
 from hvd_train.data.packing import Alone
+from hvd_train.data.transforms import drawn
 from hvd_train.errors import ConfigError, DataError
 from tests.data.test_tables import write
 
@@ -372,3 +375,57 @@ def test_names_that_look_alike_are_told():
     (line,) = open_data(DataConfig(name="own"), user_data=parts).remarks
     assert line == r"labels: classes 'cafe\u0301' and 'caf\xe9' look alike, and are two classes"
     assert not open_data(DataConfig(name="own"), user_data=((X, WORDS[Y]), (X, WORDS[Y]))).remarks
+
+
+def test_numbers_of_arrays_have_one_type_in_a_run(tmp_path):
+    """Labels that are whole in one part, or in other data, are of the type of the fractions."""
+    parts = {"train_x": X[:40], "train_y": np.arange(40), "val_x": X[40:], "val_y": np.arange(20) / 4}
+    np.savez(tmp_path / "a.npz", **parts)
+    data = open_data(config("npz", tmp_path / "a.npz"), MSE)
+    assert {part.sample.labels["label"].dtype for part in data.parts.values()} == {"float32"}
+    assert data.train.fetch(np.arange(3))[1]["label"].dtype == np.float32
+    assert data.train.label("label", np.arange(3)).tolist() == [0, 1, 2]
+    np.savez(tmp_path / "b.npz", x=X, y=np.arange(60) > 30)
+    _, y, other = for_run(config("npz", tmp_path / "b.npz"), data.sample, MSE)
+    assert y.dtype == np.float32 and y.sum() == 29 and not other.remarks
+    pack(config("npz", tmp_path / "a.npz"), MSE, tmp_path / "packed", Alone())
+    packed = open_data(config("packed", tmp_path / "packed"), MSE)
+    assert packed.train.label("label", np.array([5, 2])).tolist() == [5, 2] and packed.sample == data.sample
+
+
+def test_a_stream_whose_labels_get_the_type_of_the_other_part_keeps_its_epochs():
+    class Numbers:
+        fingerprint = "numbers"
+
+        def __init__(self, kind):
+            self.kind = kind
+
+        def __len__(self):
+            return 4
+
+        def iterate(self, epoch, start):
+            for k in range(start, 4):
+                yield np.zeros(2, np.float32), self.kind(10 * epoch + k)
+
+    data = open_data(DataConfig(name="mine:x"), MSE, user_data=(Numbers(int), Numbers(float)))
+    _, labels = drawn(data.train, np.arange(4), 0, 2)
+    assert labels["label"].dtype == np.float32 and labels["label"].tolist() == [20, 21, 22, 23]
+
+
+def test_labels_of_another_kind_than_in_the_run_are_told(tmp_path):
+    own = TaskConfig(loss="mine:loss")
+    np.savez(tmp_path / "a.npz", x=X, y=Y)
+    numbers = open_data(config("npz", tmp_path / "a.npz"), own).sample
+    for k, word in enumerate(WORDS):
+        for i in range(3):
+            (tmp_path / "p" / word).mkdir(parents=True, exist_ok=True)
+            Image.new("L", (3, 1), k).save(tmp_path / "p" / word / f"{i}.png")
+    folder = config("imagefolder", tmp_path / "p")
+    classes = open_data(folder, own).sample
+    image = np.zeros((6, 1, 3), np.uint8)
+    np.savez(tmp_path / "b.npz", x=image, y=np.arange(6) % 3)
+    other = for_run(config("npz", tmp_path / "b.npz"), classes, own)[2]
+    assert "labels 'label' are numbers, and the run was trained with classes: ant 0, bee 1, cow 2" in other.remarks
+    run = replace(classes, labels=numbers.labels)
+    with pytest.raises(DataError, match="class ant is no number, and the run was trained on numbers"):
+        for_run(folder, run, own)

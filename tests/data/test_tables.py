@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import numpy as np
 import pyarrow
 import pytest
@@ -395,3 +397,72 @@ def test_two_writings_of_one_number_are_no_class(tmp_path):
     assert open_data(as_words).sample.num_classes == 3
     path.write_text("x,y\n1,00\n2,01\n3,00\n4,01\n5,01\n")
     assert open_data(DataConfig(name="table", path=str(path), labels="y")).sample.num_classes == 2
+
+
+LABEL_COLUMNS = {
+    "1 none 2": "'none' is no whole number, and of 3 labels 2 are numbers",
+    "1 2 nan": "'nan' is no whole number, and of 3 labels 2 are numbers",
+    "1 2 0x2": "'0x2' is no whole number, and of 3 labels 2 are numbers",
+    "cat 7 dog": "'7' is a number, and the others are words",
+    "1 2 2.5": "'2.5' is no whole number, and task.loss: cross_entropy wants classes",
+    "1.5 2.5 3.5": "is no whole number, and task.loss: cross_entropy wants classes",
+}
+
+
+@pytest.mark.parametrize("cells", LABEL_COLUMNS)
+def test_the_order_of_rows_does_not_decide_what_labels_are(tmp_path, cells):
+    """The first cell did: 1, none, 2 was refused, and none, 1, 2 was three words."""
+    words, wanted = cells.split(), LABEL_COLUMNS[cells]
+    for k, order in enumerate(permutations(words)):
+        path = tmp_path / f"{k}.csv"
+        path.write_text("a,y\n" + "".join(f"{j},{word}\n" for j, word in enumerate(order)))
+        said = fault(path, task=TaskConfig())
+        assert wanted in said, said
+        if "wants classes" not in wanted:
+            odd = wanted.split("'")[1]
+            assert f"row {order.index(odd) + 1}; mend it; or list data.classes, as words" in said
+            listed = DataConfig(name="table", path=str(path), labels="y", classes=words)
+            data = open_data(listed, request=DataRequest(split="all"))
+            assert everything(data.parts["all"])[1].tolist() == [words.index(word) for word in order]
+
+
+def test_words_that_stand_for_no_value_are_told(tmp_path):
+    for order in permutations(("nan", "cat", "dog")):
+        path = tmp_path / "a.csv"
+        path.write_text("a,y\n" + "".join(f"1,{word}\n2,{word}\n" for word in order))
+        data = opened(path, task=TaskConfig())
+        assert data.sample.labels["label"].names == ("cat", "dog", "nan")
+        assert "column 'y': 'nan' is taken for a class (if it stands for no value" in data.train.note
+        assert not opened(path, task=TaskConfig(), classes=["nan", "cat", "dog"]).train.note
+
+
+def test_an_own_loss_gets_no_hexadecimal_numbers(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("a,y\n1,0x10\n2,0x2\n")
+    assert "'0x10' is no number" in fault(path, task=TaskConfig(loss="mine:loss"))
+
+
+def test_labels_of_one_file_with_fractions_make_all_of_the_run_fractions(tmp_path, suffix):
+    """Whole labels and fractions in two files were refused, as the type was decided file by file."""
+    own = TaskConfig(loss="mine:loss")
+    write(tmp_path / f"train{suffix}", {"a": np.arange(6), "y": np.arange(6) % 3})
+    write(tmp_path / f"val{suffix}", {"a": np.arange(2), "y": [0.5, 1.5]})
+    data = opened(tmp_path, task=own)
+    assert everything(data.train)[1].tolist() == [0, 1, 2, 0, 1, 2] and everything(data.val)[1].tolist() == [0.5, 1.5]
+    assert everything(data.train)[1].dtype == everything(data.val)[1].dtype == np.float32
+    assert data.sample.labels["label"].dtype == data.val.sample.labels["label"].dtype == "float32"
+
+    def evaluated(run, labels):
+        path = write(tmp_path / f"other{suffix}", {"a": np.arange(2), "y": labels})
+        config = DataConfig(name="table", path=str(path), labels="y")
+        other = open_data(config, own, request=DataRequest(run, "all"))
+        return everything(other.parts["all"])[1], other
+
+    labels, other = evaluated(data.sample, [2, 1])
+    assert labels.dtype == np.float32 and labels.tolist() == [2, 1] and not other.remarks
+    write(tmp_path / f"val{suffix}", {"a": np.arange(2), "y": [1, 0]})
+    whole = opened(tmp_path, task=own).sample
+    assert whole.labels["label"].dtype == "int64" and evaluated(whole, [2, 1])[0].dtype == np.int64
+    labels, other = evaluated(whole, [0.5, 1])
+    assert labels.tolist() == [0.5, 1]
+    assert other.remarks == ["labels 'label' are float32, and the run was trained with int64"]

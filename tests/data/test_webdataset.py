@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import subprocess
+import sys
 import tarfile
 
 import numpy as np
@@ -156,6 +157,43 @@ def test_archives_that_are_not_whole(tmp_path):
     assert "unpacked: gunzip" in fault(tar.with_name("a.tar.gz"))
     tar.unlink()
     assert "no .tar files" in fault(tmp_path)
+
+
+def header_of(data, size):
+    """The archive with another size in its first header, in the binary form that may be negative."""
+    changed = bytearray(data)
+    changed[124:136] = (size % (1 << 96)).to_bytes(12, "big")
+    changed[148:156] = b" " * 8
+    changed[148:156] = b"%06o\0 " % sum(changed[:512])
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("size", [-512, -1, -(10**6)])
+def test_a_negative_size_is_an_error_and_no_endless_loop(tmp_path, size):
+    """CVE-2025-8194: Python before 3.11.14 and 3.12.12 reads the same header again and again."""
+    tar = write(tmp_path / "a.tar", samples(range(4)))
+    tar.write_bytes(header_of(tar.read_bytes(), size))
+    line = f"from hvd_train.data import webdataset; webdataset._members(__import__('pathlib').Path({str(tar)!r}))"
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, timeout=30, check=False)
+    assert f"the tar file cannot be read: a header says that a file has {size:,} bytes" in done.stderr
+    in_words = io.BytesIO()
+    with tarfile.open(fileobj=in_words, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        one = tarfile.TarInfo("1.cls")
+        one.size, one.pax_headers = 1, {"size": str(size)}
+        archive.addfile(one, io.BytesIO(b"1"))
+    tar.write_bytes(in_words.getvalue())
+    assert f"a header says that a file has {size:,} bytes" in fault(tar)
+
+
+@pytest.mark.parametrize("key", ["GNU.sparse.map", "GNU.sparse.size", "size"])
+def test_headers_that_python_does_not_read(tmp_path, key):
+    """They ended in a traceback."""
+    tar = tmp_path / "a.tar"
+    with tarfile.open(tar, "w", format=tarfile.PAX_FORMAT) as archive:
+        one = tarfile.TarInfo("1.cls")
+        one.size, one.pax_headers = 1, {key: "9" * 30 if key == "size" else "x"}
+        archive.addfile(one, io.BytesIO(b"1"))
+    assert "the tar file cannot be read" in fault(tar)
 
 
 def test_shards_whose_part_is_not_known(tmp_path):

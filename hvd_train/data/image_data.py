@@ -1,0 +1,168 @@
+"""Folders and tar files of images as a data set: the parts, and what the names of their classes are for the loss."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.data import images, webdataset
+from hvd_train.data.arrays import Arrays
+from hvd_train.data.classes import WHOLE, Known, Words, listing, named, numbers_of, values_of
+from hvd_train.data.column import LABEL
+from hvd_train.data.dataset import DataRequest, Parts, Whole, class_task, existing_folder, existing_path, known
+from hvd_train.data.label_values import OF_NUMBERS
+from hvd_train.errors import DataError
+
+
+def open_imagefolder(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """path/train/CLASS/*.png, path/val/CLASS/* and path/test/CLASS/* (or path/CLASS/*: split); set image_size"""
+    folder = existing_folder(config)
+    places, others = images.find_parts(folder)
+    read = {part: place for part, place in places.items() if part != "test" or request.reads_test} or {"train": folder}
+    listed = {part: images.list_images(place, request.labels) for part, place in read.items()}
+    if not request.run:  # whose classes are known
+        images.check_no_class_is_empty(listed["train"])
+    remarks = [f"not read in {folder}: {', '.join(others)}"] * bool(others)
+    return _image_parts(listed, config, task, request, remarks)
+
+
+def open_webdataset(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """tar files of NAME.jpg and NAME.cls: train-*.tar, val-*.tar, test-*.tar (or any: split); set image_size"""
+    path = existing_path(config)
+    shards = webdataset.find_shards(path)
+    if "all" in shards:
+        shards = {"train": shards["all"]}
+    listed = {
+        part: webdataset.list_samples(files, path, request.labels)
+        for part, files in shards.items()
+        if part != "test" or request.reads_test
+    }
+    return _image_parts(listed, config, task, request)
+
+
+def _colored(listed: Mapping[str, images.Listing], request: DataRequest) -> bool:
+    """Return whether all images are read in color, as they are where one in any part is."""
+    if request.run:
+        return next(iter(request.run.inputs.values())).shape[-1:] == (3,)
+    return any(held.colored for part, held in listed.items() if part != "test")
+
+
+def _image_parts(
+    listed: Mapping[str, images.Listing],
+    config: DataConfig,
+    task: TaskConfig,
+    request: DataRequest,
+    remarks: Sequence[str] = (),
+) -> Parts:
+    classes, colored = known(config, request), _colored(listed, request)
+    numbers = _numbers_of(listed, config, task, request)
+    if not (numbers or request.run or config.classes):
+        remarks = [*remarks, *_remark_on_places(listed["train"], task)]
+    train = _images(listed["train"], numbers, classes, colored, config, task, request, remarks)
+    made = {
+        part: _images(held, numbers, classes.after(train), colored, config, task, request)
+        for part, held in listed.items()
+        if part != "train"
+    }
+    return {"train": train, **made} if "val" in made else Whole(train, config.val_fraction, made.get("test"))
+
+
+def _images(
+    held: images.Listing,
+    numbers: Mapping[str, float],
+    classes: Known,
+    colored: bool,
+    config: DataConfig,
+    task: TaskConfig,
+    request: DataRequest,
+    remarks: Sequence[str] = (),
+) -> Arrays:
+    inputs = images.ImageFiles(held, config.image_size, colored)
+    labels: Any = {}
+    if request.labels:
+        known_names = classes.label(LABEL, True).names or ()
+        labels = np.array([numbers[name] for name in held.names]) if numbers else _labels_of(held, known_names)
+    remarks = [*remarks, *filter(None, [held.note]), *images.remarks_on_pixels(held)]
+    if held.colored and not colored:
+        remarks.append(f"{held.where} holds images in color, which are read as gray: those of the training are")
+    where = str(held.where)
+    its_task = task if numbers else class_task(task)
+    source = Arrays(inputs, labels, where, classes, its_task, images=True, remarks=remarks)
+    source.files = [str(path) for path in held.files]
+    return source
+
+
+def _numbers_of(
+    listed: Mapping[str, images.Listing], config: DataConfig, task: TaskConfig, request: DataRequest
+) -> dict[str, float]:
+    """Return the numbers that names of classes are for a loss of numbers; {}: the names are classes.
+
+    All parts, and the run whose checkpoint is used, decide it together. Listed ``data.classes`` are classes.
+    """
+    if not request.labels or config.target == "inputs":
+        return {}
+    loss, where = task.term(LABEL)[0], config.path or ""
+    names = sorted({name for held in listed.values() for name in held.names})
+    numbers = numbers_of(names)
+    if request.run:
+        if any(field.classes for field in request.run.labels.values()):
+            return {}
+        if numbers is None:
+            word = next(name for name in names if numbers_of([name]) is None)
+            what = f"class {word} is no number, and the run was trained on numbers"
+            raise DataError(what, where=where, fix="leave these samples out, or give their numbers")
+        return numbers
+    if loss == "cross_entropy" or config.classes:
+        return {}
+    if numbers is not None:
+        fractions = any(x != int(x) for x in numbers.values())  # which no class is called by
+        return numbers if loss in OF_NUMBERS or fractions else {}
+    if loss in OF_NUMBERS and len(names) > 2:  # two are 0 and 1, whichever is which
+        what = f"{named('class', names)} have no order that task.loss: {loss} could learn"
+        fix = "list them in the order of 0, 1, 2, ...: data.classes; or call them by numbers, or set another task.loss"
+        raise DataError(what, where=where, fix=fix)
+    return {}
+
+
+def _remark_on_places(held: images.Listing, task: TaskConfig) -> list[str]:
+    """Return a line where names of folders are numbers, and a loss of the user's gets others: their places."""
+    loss, names = task.term(LABEL)[0], sorted(set(held.names))
+    numbers = numbers_of(names)
+    if ":" not in loss or held.numbered or numbers is None or [*numbers.values()] == [*range(len(names))]:
+        return []
+    pairs = listing([f"{name} as {k}" for k, name in enumerate(names)])
+    return [f"{loss} gets classes by their places: {pairs} (data.classes sets another order)"]
+
+
+def _labels_of(held: images.Listing, known_names: Sequence[str]) -> Any:
+    """Return the classes of the files as words, or as numbers where all .cls files hold whole ones.
+
+    ``known_names``: of classes; where they are words that occur, a number is one of these words.
+    """
+    names, words = set(held.names), set(known_names) if values_of(known_names) is None else set()
+    whole = {name for name in names if re.fullmatch(WHOLE, name)}
+    if not held.numbered or not whole or names & words:
+        return Words.read(np.array(held.names))
+    counts = Counter(held.names)
+    of_whole = sum(counts[name] for name in whole)
+    if whole != names:
+        is_odd = of_whole < len(held.names) - of_whole  # numbers are the rarer kind
+        odd = next(k for k, name in enumerate(held.names) if (name in whole) is is_odd)
+        what = f"class '{held.names[odd]}' is {'a' if is_odd else 'no'} whole number, and others are"
+        what += " words" if is_odd else f", as '{min(whole, key=lambda name: (-counts[name], name))}'"
+        fix = "write all classes as whole numbers or all as words; or list data.classes, as words"
+        raise DataError(what, where=str(held.files[odd]), fix=fix)
+    values = {name: int(name) for name in whole}
+    writings: dict[int, str] = {}
+    for name, value in values.items():
+        if writings.setdefault(value, name) != name:
+            what = f"classes '{writings[value]}' and '{name}' are one number"
+            raise DataError(what, where=str(held.where), fix="write both alike; or list data.classes, as words")
+        if abs(value) >= 1 << 63:
+            raise DataError(f"class {name[:40]} is too large", where=str(held.where), fix="number them 0, 1, ...")
+    return np.array([values[name] for name in held.names], np.int64)

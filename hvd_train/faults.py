@@ -17,8 +17,9 @@ from hvd_train.errors import ConfigError
 
 VARIABLE = "HVD_TRAIN_FAULT"
 # start: all is read and no step taken; step: after each; evaluation: between two batches of it; of a save: before it,
-# before each file, before the manifest, before the rename that commits it, after that.
-POINTS = ("start", "step", "evaluation", "save", "write", "manifest", "rename", "commit")
+# before the lock is read, before each file, before the manifest, before the rename that commits it, after that, before
+# a checkpoint is removed.
+POINTS = ("start", "step", "evaluation", "save", "check", "write", "manifest", "rename", "commit", "remove")
 
 DELAY_SECONDS = 0.05
 _planned: list[tuple[str, int, Callable[[], None]]] = []  # (point, how often until then, what happens)

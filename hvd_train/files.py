@@ -7,13 +7,52 @@ import io
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 LEFT = ".tmp"  # the ending of a file that is not finished: a killed process leaves such a file
+ANSWER_SECONDS = 5.0  # for a file server, where a process has to end
 PART_BYTES = 256 << 20  # between two flushes to the disk
+
+_late: list[threading.Thread] = []
+
+
+class Patience:
+    """A limit of seconds (0: none) within which something must move, as long as somebody looks."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._last = self._looked = time.monotonic()
+
+    def moved(self) -> None:
+        self._last = time.monotonic()
+
+    def over(self) -> bool:
+        """Return whether nothing has moved for longer than the limit. Call it several times within the limit."""
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        if now - before > self._limit / 2:  # this process was stopped itself, and all its threads
+            self.moved()
+        return bool(self._limit) and now - self._last > self._limit
+
+
+def within(work: Callable[[], object], seconds: float) -> bool:
+    """Do work that may wait for a file server for ever; return whether it came to its end in that time."""
+    thread = threading.Thread(target=work, name="within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        _late.append(thread)
+    return not thread.is_alive()
+
+
+def hanging() -> bool:
+    """Return whether work still waits that ``within`` has given up."""
+    return any(thread.is_alive() for thread in _late)
 
 
 class AtomicFile:
@@ -58,21 +97,27 @@ def put(path: Path, content: bytes) -> None:
 
 
 def write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a new file, which is on the disk when this returns.
+    """Write a new file, which is on the disk when this returns. If it raises OSError, nothing is left.
 
     It is flushed part by part. The kernel would first take a whole file into memory, so whoever watches the pieces that
     are asked for could not see that a disk has stopped answering.
     """
     waiting = 0
-    with open(path, "xb") as stream:
-        for piece in pieces:
-            waiting += stream.write(piece)
-            if waiting >= PART_BYTES:
-                stream.flush()
-                os.fdatasync(stream.fileno())
-                waiting = 0
-        stream.flush()
-        os.fsync(stream.fileno())
+    stream = open(path, "xb")  # noqa: SIM115
+    try:
+        with stream:
+            for piece in pieces:
+                waiting += stream.write(piece)
+                if waiting >= PART_BYTES:
+                    stream.flush()
+                    os.fdatasync(stream.fileno())
+                    waiting = 0
+            stream.flush()
+            os.fsync(stream.fileno())
+    except BaseException:
+        with suppress(OSError):
+            path.unlink()
+        raise
 
 
 def appended(path: Path) -> io.FileIO:

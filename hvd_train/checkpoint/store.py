@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
@@ -33,6 +33,8 @@ from hvd_train.config import Config
 from hvd_train.errors import CheckpointError
 from hvd_train.files import sync, write
 
+AGAIN_SECONDS = 0.5  # after an I/O error that may be transient
+T = TypeVar("T")
 STALE = re.compile(r"step-[0-9]+\.(tmp|old)-[0-9a-f]+$")
 
 
@@ -114,14 +116,14 @@ def save(folder: Path, snapshot: Snapshot, moved: Callable[[], None] = lambda: N
         raise CheckpointError(f"the checkpoint cannot be written: {error.strerror}{room}", where=str(final)) from error
 
 
-def _once_more(work: Callable[[], Path]) -> Path:
+def _once_more(work: Callable[[], T]) -> T:
     """Try once more after an I/O error that may be transient, which must not end a run."""
     try:
         return work()
     except OSError as error:
-        if error.errno not in (errno.EIO, errno.EINTR, errno.EAGAIN, errno.ESTALE):
+        if error.errno not in (errno.EIO, errno.EINTR, errno.EAGAIN, errno.ESTALE, errno.ENOENT):
             raise
-        time.sleep(0.5)
+        time.sleep(AGAIN_SECONDS)
         return work()
 
 
@@ -162,7 +164,8 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
         # The old one goes when the rename is on the disk, not before.
         sync(folder)
         for path in before:
-            _remove(path)
+            with suppress(OSError):  # ``prune`` tries again
+                _remove(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -183,6 +186,7 @@ def _noted(
 
 
 def _remove(path: Path) -> None:
+    faults.at("remove")
     # Rename first: a kill in between leaves no half-removed folder under a valid name.
     doomed = path.with_name(f"{path.name.partition('.')[0]}.old-{secrets.token_hex(4)}")
     os.rename(path, doomed)
@@ -230,10 +234,12 @@ def load(path: Path, model_only: bool = False) -> Snapshot:
 
 def find(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, path) of committed checkpoints, oldest first; "latest" is computed, never a link."""
-    if not folder.is_dir():
-        return []
+    try:
+        paths = _once_more(lambda: sorted(folder.iterdir()) if folder.is_dir() else [])
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(folder)) from error
     checkpoints: dict[int, Path] = {}
-    for path in sorted(folder.iterdir()):  # step-N comes before step-N.was-XXXX
+    for path in paths:  # step-N comes before step-N.was-XXXX
         match = NAME.match(path.name)
         if match:
             checkpoints.setdefault(int(match.group(1)), path)
@@ -306,18 +312,22 @@ def _no_warning(text: str) -> None:
 
 
 def _ranked(
-    folder: Path, monitor: str, mode: str, warn: Callable[[str], None] = _no_warning
+    folder: Path, monitor: str, mode: str, warn: Callable[[str], None] = _no_warning, strict: bool = False
 ) -> list[tuple[float, int, Path]]:
     """Return (monitored value, best smallest; step; path) of the checkpoints that have one, best first.
 
     Only values of what the newest one's is of are compared: after a change of the data or of the loss others do not
-    count. ``warn``: of each checkpoint whose manifest is damaged, and which may have been the best.
+    count. ``warn``: of each checkpoint whose manifest is damaged, and which may have been the best. ``strict``: raise
+    for one whose manifest cannot be read now, though it may be whole.
     """
     sign, rows, now = (1 if mode == "min" else -1), [], None
     for step, path in reversed(find(folder)):
         try:
             manifest, meta = read(path)
         except CheckpointError as error:
+            cause = error.__cause__
+            if strict and isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+                raise
             warn(f"checkpoint {path.name} cannot be used ({error}); the best of the others is taken")
             continue
         measure = Measure.of_checkpoint(meta)
@@ -338,11 +348,28 @@ def best(folder: Path, monitor: str, mode: str) -> str:
     return f"{monitor} {meta['monitor'][monitor]:.4f} in epoch {epoch}, checkpoint {ranked[0][2].name}"
 
 
-def prune(folder: Path, *, save_top_k: int, save_last: bool, monitor: str, mode: str) -> None:
+def prune(
+    folder: Path,
+    *,
+    save_top_k: int,
+    save_last: bool,
+    monitor: str,
+    mode: str,
+    warn: Callable[[str], None] = _no_warning,
+) -> None:
     """Keep the k best and the newest two, in case the newest is damaged; remove what a killed run left.
 
-    Without ``save_last`` the k best alone are kept, but never none.
+    Without ``save_last`` the k best alone are kept, but never none. What cannot be removed stays, with a warning: the
+    next call tries again.
     """
+    try:
+        _once_more(lambda: _prune(folder, save_top_k, save_last, monitor, mode))
+    except (OSError, CheckpointError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        warn(f"old checkpoints cannot be removed: {why}; {folder}; the next save tries again")
+
+
+def _prune(folder: Path, save_top_k: int, save_last: bool, monitor: str, mode: str) -> None:
     for path in folder.iterdir():
         name = NAME.match(path.name)
         if STALE.match(path.name):  # never committed, or half removed
@@ -351,7 +378,7 @@ def prune(folder: Path, *, save_top_k: int, save_last: bool, monitor: str, mode:
             final = path.with_name(path.name.removesuffix(name.group(2)))
             _remove(path) if final.exists() else os.rename(path, final)
     checkpoints = find(folder)
-    keep = {path for _, _, path in _ranked(folder, monitor, mode)[:save_top_k]}
+    keep = {path for _, _, path in _ranked(folder, monitor, mode, strict=True)[:save_top_k]}
     keep |= {path for _, path in checkpoints[-2 if save_last else -1 :]} if save_last or not keep else set()
     for _, path in checkpoints:
         if path not in keep:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hvd_train import errors
 from hvd_train.errors import CheckpointError, TrainError
+from hvd_train.files import Patience
 from hvd_train.protocol import Tree
 
 NOT_KEPT = "not kept"  # what was written was not among those that stay, and is gone again
@@ -28,7 +29,7 @@ class Writer:
     def __init__(self, limit: float = 0.0) -> None:
         self.path: Path | None = None
         self.longest = 0.0
-        self._limit, self._last, self._looked = limit, 0.0, 0.0
+        self._limit, self._patience = limit, Patience(limit)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._kept: bool | None = None
@@ -38,8 +39,7 @@ class Writer:
     def begin(self, path: Path, work: Callable[[], bool | None] | None) -> None:
         """Begin a write; ``work``: done by rank 0 in a thread, returns False where ``path`` was not kept."""
         self.path, self._failure, self._kept = path, None, None
-        self.moved()
-        self._looked = self._last
+        self._patience = Patience(self._limit)
         if work:
             self._thread = threading.Thread(target=self._write, args=[work], name="saving", daemon=True)
             self._thread.start()
@@ -56,25 +56,18 @@ class Writer:
 
     def moved(self) -> None:
         """Note that the thread has come further."""
-        self._last = time.monotonic()
+        self._patience.moved()
 
     def wait(self, seconds: float = math.inf) -> None:
         """Wait for the end of the write, at most ``seconds``."""
         stop = time.monotonic() + seconds
-        while self._thread and self._thread.is_alive() and not self._hangs() and time.monotonic() < stop:
+        while self._thread and self._thread.is_alive() and not self._patience.over() and time.monotonic() < stop:
             # In short waits: a thread that hangs must be noticed soon after the limit.
             self._thread.join(min(1.0, self._limit / 4 or 1.0, seconds))
 
-    def _hangs(self) -> bool:
-        now, before = time.monotonic(), self._looked
-        self._looked = now
-        if now - before > self._limit / 2:  # this process was stopped itself, and the thread with it
-            self.moved()
-        return bool(self._limit) and now - self._last > self._limit
-
     def outcome(self) -> str | None:
         """Return rank 0's report for all ranks: None while it writes, "" or NOT_KEPT after that, or the error."""
-        if self._thread is None or (self._thread.is_alive() and not self._hangs()):
+        if self._thread is None or (self._thread.is_alive() and not self._patience.over()):
             return None
         if self._thread.is_alive():
             self._thread = None  # nothing ends a thread that waits for a disk; as a daemon it does not hold the process
@@ -84,6 +77,9 @@ class Writer:
         self._thread = None
         if isinstance(self._failure, CheckpointError):
             return packed_error(self._failure)
+        if isinstance(self._failure, OSError):
+            what = f"the checkpoint cannot be written: {self._failure.strerror}"
+            return packed_error(CheckpointError(what, where=str(self.path)))
         if self._failure:  # a bug, and no fault of the disk: with its traceback
             raise self._failure
         return NOT_KEPT if self._kept is False else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -145,8 +146,9 @@ def _write(training: Training, writer: Writer, folder: Path, snapshot: store.Sna
         save_last=rule.save_last or keep or training.config.on_nonfinite == "rollback",  # which goes to the newest
         monitor=rule.monitor,
         mode=training.config.mode_of(rule),
+        warn=training.log.warning,
     )
-    return store.place(folder, snapshot.step).exists()
+    return _is_there(folder, snapshot)
 
 
 def _write_to_memory(training: Training, writer: Writer, folder: Path, snapshot: store.Snapshot) -> bool:
@@ -160,7 +162,14 @@ def _write_to_memory(training: Training, writer: Writer, folder: Path, snapshot:
         writer.warned = True
         return False
     store.prune(folder, save_top_k=0, save_last=True, monitor=rule.monitor, mode=training.config.mode_of(rule))
-    return store.place(folder, snapshot.step).exists()
+    return _is_there(folder, snapshot)
+
+
+def _is_there(folder: Path, snapshot: store.Snapshot) -> bool:
+    """Return whether a checkpoint that was saved was kept."""
+    with suppress(OSError):  # a file server that does not know at the moment
+        return store.place(folder, snapshot.step).exists()
+    return True
 
 
 def _check_finite(tree: Tree, where: str) -> None:

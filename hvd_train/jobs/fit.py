@@ -27,8 +27,10 @@ from hvd_train.jobs.resume import find_checkpoint
 from hvd_train.jobs.user_hooks import hooks_of
 from hvd_train.launch import snapshots
 from hvd_train.launch.environment import keep_memory, world
+from hvd_train.launch.exit import end_at_once
 from hvd_train.launch.signals import SignalListener
 from hvd_train.run_folder import layout
+from hvd_train.run_folder.answering import FileWatch
 from hvd_train.run_folder.lock import Lock
 from hvd_train.run_folder.log import NullLog, RunLog
 from hvd_train.run_folder.terminal import long_step
@@ -99,7 +101,8 @@ def train(
     ``hooks`` some are the user's. Raises Interrupted.
     """
     config, communicator, run_dir = job.config, job.communicator, Path(job.config.run_dir)
-    log = _log_of(job, lock, quiet)
+    # A training from Python listens to no signals: its process is the user's, and does not end because of a file.
+    log = _log_of(job, lock, quiet, FileWatch(config.watchdog_s, end_at_once if stop_source else None))
 
     def find() -> Snapshot | None:
         if communicator.rank:
@@ -138,17 +141,26 @@ def train(
     faults.at("start")
     summary = _run(trainer, log)
     if communicator.rank == 0:
-        log.last_message(messages.end(summary, config))
+        with log.watch.at(run_dir):
+            text = messages.end(summary, config)
+        log.last_message(text)
     log.close()
     return summary
 
 
-def _log_of(job: Job, lock: Lock | None, quiet: bool) -> RunLog | NullLog:
+def _log_of(job: Job, lock: Lock | None, quiet: bool, watch: FileWatch) -> RunLog | NullLog:
     config = job.config
     if job.communicator.rank:
         return NullLog()
     events = config.tensorboard or "tensorboard" in config.loggers
-    return RunLog(Path(config.run_dir), tensorboard=events, total_epochs=config.max_epochs, lock=lock, quiet=quiet)
+    return RunLog(
+        Path(config.run_dir),
+        tensorboard=events,
+        total_epochs=config.max_epochs,
+        lock=lock,
+        quiet=quiet,
+        watch=watch,
+    )
 
 
 def _run(trainer: Trainer, log: RunLog | NullLog) -> dict[str, Any]:

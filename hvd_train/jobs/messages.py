@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hvd_train.core.hooks import Hook, unknown_events
 from hvd_train.core.loop import Trainer
 from hvd_train.data.classes import listing
 from hvd_train.data.dataset import DataSet
-from hvd_train.errors import amount
+from hvd_train.errors import CheckpointError, amount
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs.job import Job
 from hvd_train.jobs.resume import best_rule
@@ -98,7 +99,9 @@ def end(summary: dict[str, Any], config: Config) -> str:
     result = f"validation {listed}" if listed else "no evaluation"
     at = summary.get("paused_at")
     word = f"left after epoch {at}, --resume auto goes on" if at else "done"
-    best = store.best(run_dir / "checkpoints", *best_rule(config)) if config.checkpoint.save_top_k else ""
+    best = ""
+    with suppress(CheckpointError):  # all is written: a checkpoint that cannot be read now is no failure
+        best = store.best(run_dir / "checkpoints", *best_rule(config)) if config.checkpoint.save_top_k else ""
     best = f"; best: {best}" if best else ""
     speed = summary["samples_per_second"]
     speed = f", {speed:,.0f} samples/s" if speed else ""

@@ -11,11 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from hvd_train import files
 from hvd_train.errors import SOME_RANK, LostRankError, TrainError
 from hvd_train.launch import peers
 from hvd_train.launch.environment import world
 from hvd_train.launch.rendezvous import rank as rendezvous
 from hvd_train.launch.signals import current_listener
+from hvd_train.run_folder import layout
 
 SPEAK_SECONDS = 3.0  # mpirun takes about a second to end the other ranks
 # For rank 0 to print an error that all ranks have: on a busy machine it may come to it many seconds later than others.
@@ -56,8 +58,8 @@ def exit_rank(code: int) -> NoReturn:
         listener.report_end(code=code, line=f"left with code {code}")
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python's exit would call Horovod's, which waits for ranks that may never come.
-    if rank_tag():
+    # Python's exit would call Horovod's, which waits for ranks that may never come, and close files.
+    if rank_tag() or files.hanging():
         os._exit(code)
     sys.exit(code)
 
@@ -77,6 +79,15 @@ def exit_with_error(error: BaseException) -> None:
     if others is not None:
         others.report_exit(summary, 1)
     exit_rank(1)
+
+
+def end_at_once(error: TrainError) -> NoReturn:
+    """Print an error and end this process from any thread, where its main one may never come back."""
+    _report_error(error, str(error))
+    print_error(str(error), _lines(error), error.exit_code)
+    if listener := current_listener():
+        files.within(listener.call_last, 1.0)
+    os._exit(error.exit_code)
 
 
 def _report_error(error: BaseException, summary: str) -> None:
@@ -110,12 +121,9 @@ def _keep_traceback(run_dir: Path | None, summary: str, error: BaseException) ->
     """Write the traceback into the run folder, and return the file, or nothing if it cannot be written."""
     if run_dir is None:
         return ""
-    with suppress(OSError, TrainError):
-        folder = run_dir / "failures"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-rank-{world().rank}.txt"
-        path.write_text("".join([f"{summary}\n\n", *traceback.format_exception(error)]), encoding="utf-8")
-        return str(path)
+    text = "".join([f"{summary}\n\n", *traceback.format_exception(error)])
+    with suppress(TrainError):
+        return layout.keep_failure(run_dir, f"rank-{world().rank}", text)
     return ""
 
 

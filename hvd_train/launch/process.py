@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS = 8.0  # for a launcher to end its ranks after SIGTERM; horovodrun gives them 5
 PATIENCE = 5.0  # for a launcher to end all ranks after one is gone; mpirun takes 1 or 2, a rank that says why 3
+REPORTED_SECONDS = 20.0  # for a rank to end after it has reported its failure: it may wait 15 s for another's line
+SAVED = (0, 75, 130)  # codes of ranks whose end may take as long as MPI does
 # A rank that is silent so long after its end was killed. The others can report nothing better, so they are killed at
 # once: mpirun, which knows the code, would take a second or more.
 SILENCE = 0.25
@@ -196,10 +198,17 @@ def _watch(
             ended[rank] = time.monotonic()
             if table.read(rank).record.get("code") != 0:
                 first = min(first, ended[rank])
+        first = min(first, _stuck_in_end(table, ended))
     os.close(launcher_end)
     table.refresh()
     took = {ranks[descriptor] for descriptor, _ in poll.poll(0) if descriptor in ranks} | table.gone - ended.keys()
     return ended | dict.fromkeys(took, time.monotonic())  # those that ended together with the launcher
+
+
+def _stuck_in_end(table: StatusTable, ended: Mapping[int, float]) -> float:
+    """Return when a rank ended that has reported its failure and is still there: the kernel waits for a file server."""
+    records = [table.read(rank).record for rank in table.open if rank not in ended]
+    return min((r["time"] + REPORTED_SECONDS for r in records if r.get("code") not in (None, *SAVED)), default=math.inf)
 
 
 def end_with_parent() -> None:

@@ -93,10 +93,14 @@ class SignalListener(StopSource):
             limit.daemon = True
             limit.start()
 
-    def _end_late(self, code: int) -> NoReturn:
+    def call_last(self) -> None:
+        """Do what is left to do before a sudden end."""
         for call in self.last_calls:
             with suppress(OSError):
                 call()
+
+    def _end_late(self, code: int) -> NoReturn:
+        self.call_last()
         self.report_end(code=code)
         what = f"the launcher has not answered for {LEAVE_SECONDS:g} s; all is written, and this rank ends without it"
         with suppress(OSError):
@@ -132,9 +136,7 @@ class SignalListener(StopSource):
         self.asked = number
 
     def _end_now(self, code: int, why: str, lost: bool = False) -> NoReturn:
-        for call in self.last_calls:
-            with suppress(OSError):
-                call()
+        self.call_last()
         # Reported first: what a rank prints while its launcher ends may be lost. Who watches the ranks prints the line.
         self.report_end(code=code, line=why, lost=lost, unsaid=self.is_watched and not lost)
         if self._prints and not (self.is_watched and not lost):

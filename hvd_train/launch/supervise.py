@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from hvd_train.launch.launchers.base import Launcher
 from hvd_train.launch.spares import Spares
 from hvd_train.launch.status import VARIABLE, StatusTable, supported
 from hvd_train.launch.watchdog import Watchdog
+from hvd_train.run_folder import layout
 
 IDLE_RESTARTS = 2  # give up after so many restarts in a row that came no further than before
 FINAL = {2, 3, 4, 6}  # exit codes of mistakes, and of a computation that would end in the same way
@@ -124,7 +124,7 @@ def _attempt(
         statuses = [table.read(rank) for rank in range(num_proc)]
         well = all(one.record.get("code") == 0 for one in statuses) or not any(one.pid for one in statuses)
         cause = None if code == 0 and well else _cause(table, ended, code)
-        if watchdog.stuck:
+        if watchdog.stuck and not statuses[min(watchdog.stuck)].record:  # else it has said what happened
             cause = _stuck(table, watchdog, run_dir)
     if cause and cause.what.endswith("SIGKILL") and _out_of_memory() > killed:
         cause = replace(cause, what=f"{cause.what}, by the kernel, which ran out of memory")
@@ -174,11 +174,8 @@ def _stuck(table: StatusTable, watchdog: Watchdog, run_dir: Path) -> Cause:
     kept = ""
     stacks = {rank: stack for rank, (_, stack) in watchdog.stuck.items() if stack}
     if stacks and table.read(min(stacks)).step:  # then the run folder is this run's
-        path = run_dir / "failures" / f"{time.strftime('%Y%m%d-%H%M%S')}-stacks.txt"
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n\n".join(f"rank {rank}\n{stack}" for rank, stack in stacks.items()), encoding="utf-8")
-            kept = str(path)
+        text = "\n\n".join(f"rank {rank}\n{stack}" for rank, stack in stacks.items())
+        kept = layout.keep_failure(run_dir, "stacks", text)
     rank = min(watchdog.stuck)
     return Cause(watchdog.stuck[rank][0], table.read(rank).place, 5, rank, kept=kept)
 
@@ -215,7 +212,7 @@ def _checkpoints(run_dir: Path) -> set[tuple[int, Path, int]]:
     """Return (step, folder, inode) of all checkpoints. The inode tells apart one that was written again."""
     checkpoints = set()
     for step, path in store.find(run_dir / "checkpoints"):
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             checkpoints.add((step, path, path.stat().st_ino))
     return checkpoints
 

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -97,6 +98,20 @@ def bring_back(run_dir: Path) -> None:
 def _move(paths: Sequence[Path], to: Path) -> None:
     for path in paths:
         os.rename(path, to / path.name)
+
+
+def keep_failure(run_dir: Path, name: str, text: str) -> str:
+    """Write a traceback or a stack into ``failures``; return its path, or nothing if it cannot be written in time."""
+    path = run_dir / "failures" / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}.txt"
+    written = []
+
+    def write() -> None:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            written.append(path)
+
+    return str(path) if files.within(write, files.ANSWER_SECONDS) and written else ""
 
 
 def put(path: Path, values: dict[str, Any] | str) -> None:

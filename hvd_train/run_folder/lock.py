@@ -187,8 +187,11 @@ class Lock:
                     os.utime(self.path)
 
     def release(self) -> None:
-        """Release the lock, for a process that ends before its ``with``."""
+        """Release the lock, for a process that ends before its ``with``. Waits for seconds at most."""
         self._ended.set()
+        files.within(self._release, files.ANSWER_SECONDS)  # else the line that says why a run ends might not be printed
+
+    def _release(self) -> None:
         with suppress(OSError):
             holder = _read(self.path)
             # Another process may have taken it over meanwhile.

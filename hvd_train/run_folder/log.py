@@ -10,9 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hvd_train import faults
 from hvd_train.checkpoint import store
 from hvd_train.errors import CheckpointError, amount
 from hvd_train.run_folder import jsonl, layout, reading
+from hvd_train.run_folder.answering import FileWatch
 from hvd_train.run_folder.jsonl import MetricsFile
 from hvd_train.run_folder.lock import Lock
 from hvd_train.run_folder.tensorboard import Events
@@ -25,6 +27,8 @@ REFRESH_SECONDS = 0.1
 
 class NullLog:
     """A log that writes nothing, for ranks other than 0."""
+
+    watch = FileWatch()
 
     def train(self, *args: Any) -> None: ...
     def val(self, *args: Any) -> None: ...
@@ -74,6 +78,8 @@ class RunLog:
     aside: later checkpoints, a summary of later steps, and all lines where there is no checkpoint (``resumed_at`` 0).
     """
 
+    watch = FileWatch()
+
     def __init__(
         self,
         run_dir: Path,
@@ -82,8 +88,10 @@ class RunLog:
         total_epochs: int | None,
         lock: Lock | None = None,
         quiet: bool = False,
+        watch: FileWatch | None = None,
     ) -> None:
         self.run_dir, self._epochs, self._tensorboard, self._lock = run_dir, total_epochs, tensorboard, lock
+        self.watch = watch or self.watch
         self._quiet = quiet
         self.files: dict[str, Any] = {}
         self.resumed_at: int | None = None
@@ -101,6 +109,12 @@ class RunLog:
         """Begin to write the run folder; ``needed``: bytes of a checkpoint, for which there must be room."""
         if self._metrics is not None:
             return
+        with self.watch.at(self.run_dir):
+            self._begin(needed)
+        for line in self._early:
+            line()
+
+    def _begin(self, needed: int) -> None:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             replaced = layout.retire(self.run_dir) if self.replace else None
@@ -127,17 +141,20 @@ class RunLog:
                 raise
             what = f"the run folder cannot be written: {error.strerror}"
             raise CheckpointError(what, where=str(self.run_dir)) from error
-        for line in self._early:
-            line()
 
     def check(self) -> None:
         """Raise where another process has taken the run folder over."""
         if self._lock is not None:
-            self._lock.check()
+            with self.watch.at(self._lock.path):
+                faults.at("check")
+                self._lock.check()
 
     def incomplete(self) -> bool:
         """Return whether metrics.jsonl lacks lines that cannot be written: the run is to be saved and to end."""
-        return self._metrics is not None and self._metrics.incomplete()
+        if self._metrics is None:
+            return False
+        with self.watch.at(self._metrics.path):
+            return self._metrics.incomplete()
 
     def end_incomplete(self, step: int) -> None:
         """Raise the error that names the missing lines, of a run that is saved at ``step``."""
@@ -146,9 +163,10 @@ class RunLog:
 
     def _write(self, row: dict[str, Any]) -> None:
         assert self._metrics is not None
-        self._metrics.write(row)
-        if self.trackers:
-            self.trackers.row(row)
+        with self.watch.at(self._metrics.path):
+            self._metrics.write(row)
+            if self.trackers:
+                self.trackers.row(row)
 
     def _open_events(self) -> None:
         try:
@@ -163,7 +181,8 @@ class RunLog:
             self._report_trackers()
         try:
             if self._events:
-                self._events.scalars(step, scalars)
+                with self.watch.at(self.run_dir / "tensorboard"):
+                    self._events.scalars(step, scalars)
         except OSError as error:
             self._without_events(error)
 
@@ -247,7 +266,8 @@ class RunLog:
         self.check()
         path = self.run_dir / layout.SUMMARY
         try:
-            layout.put(path, values if values.get("samples_per_second") else values | _speed(path, values))
+            with self.watch.at(path):
+                layout.put(path, values if values.get("samples_per_second") else values | _speed(path, values))
         except OSError as error:
             what = f"the summary cannot be written: {error.strerror}"
             fix = "make room: the run is saved, and --resume auto ends it again"
@@ -257,7 +277,8 @@ class RunLog:
 
     def _close_metrics(self, step: int) -> None:
         if self._metrics is not None:
-            self._metrics.close(step)
+            with self.watch.at(self._metrics.path):
+                self._metrics.close(step)
 
     # ---- words
 
@@ -347,8 +368,10 @@ class RunLog:
         self._clear()
         self._close_metrics(step)
         if self._events:
-            self._events.close()
+            with self.watch.at(self.run_dir / "tensorboard"):
+                self._events.close()
         self._end_trackers(False, {})
+        self.watch.close()
 
 
 def _speed(path: Path, values: dict[str, Any]) -> dict[str, float]:

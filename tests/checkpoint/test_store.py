@@ -399,6 +399,54 @@ def test_one_transient_error_is_survived(tmp_path, monkeypatch):
     assert names(tmp_path) == ["step-00000003"]
 
 
+PRUNED = {"save_top_k": 1, "save_last": True, "monitor": "val_loss", "mode": "min"}
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOENT, errno.EACCES])
+@pytest.mark.parametrize("times", [1, 9])
+@pytest.mark.parametrize("name", ["rename", "listdir"])
+def test_pruning_that_fails_is_tried_again_and_then_told(tmp_path, monkeypatch, number, times, name):
+    monkeypatch.setattr(store, "AGAIN_SECONDS", 0.0)
+    for step in range(1, 6):
+        store.save(tmp_path, snapshot(step, val_loss=step))
+    real, left, told = getattr(os, name), [times], []
+
+    def flaky(*args, **more):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(number, os.strerror(number))
+        return real(*args, **more)
+
+    monkeypatch.setattr(os, name, flaky)
+    store.prune(tmp_path, **PRUNED, warn=told.append)
+    monkeypatch.setattr(os, name, real)
+    again = times == 1 and number != errno.EACCES
+    words = f"old checkpoints cannot be removed: {os.strerror(number)}; {tmp_path}; the next save tries again"
+    assert told == ([] if again else [words])
+    store.prune(tmp_path, **PRUNED, warn=pytest.fail)
+    assert names(tmp_path) == ["step-00000001", "step-00000004", "step-00000005"]
+
+
+def test_the_best_stays_while_its_manifest_cannot_be_read(tmp_path, monkeypatch):
+    """One that is damaged goes; one that the file server does not give just now may be whole, and was removed."""
+    monkeypatch.setattr(store, "AGAIN_SECONDS", 0.0)
+    for step in range(1, 6):
+        store.save(tmp_path, snapshot(step, val_loss=step))
+    real, told = store.read, []
+
+    def unread(path):
+        if path.name == "step-00000001":
+            raise CheckpointError("cannot be read", where=str(path)) from OSError(errno.EIO, "Input/output error")
+        return real(path)
+
+    monkeypatch.setattr(store, "read", unread)
+    store.prune(tmp_path, **PRUNED, warn=told.append)
+    assert "step-00000001" in names(tmp_path) and len(told) == 1
+    monkeypatch.setattr(store, "read", real)
+    store.prune(tmp_path, **PRUNED, warn=pytest.fail)
+    assert names(tmp_path) == ["step-00000001", "step-00000004", "step-00000005"]
+
+
 KILLED = """
 import os, sys
 from pathlib import Path

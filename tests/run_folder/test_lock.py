@@ -51,6 +51,18 @@ def dead_lock(run_dir, **changed):
     return path
 
 
+def test_nothing_is_left_where_the_disk_cannot_be_flushed(tmp_path, monkeypatch):
+    """``lock.<token>`` was."""
+
+    def refused(descriptor):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", refused)
+    with pytest.raises(CheckpointError, match="the run folder cannot be written: Invalid argument"):
+        Lock(tmp_path / "a" / "run").__enter__()
+    assert names(tmp_path) == []
+
+
 def test_a_checkpoint_of_another_run_goes_into_no_run(tmp_path):
     """It would cut the log of the run that lies there, and drop its checkpoints."""
     for name in "ab":

@@ -206,9 +206,7 @@ def test_a_run_that_finds_no_checkpoint_keeps_the_lines_of_the_one_before(made, 
     (left,) = run.glob("left-*")
     assert {path.name: path.read_bytes() for path in left.iterdir()} == before
     assert (run / "metrics.jsonl").read_bytes() == b"" and not (run / "summary.json").exists()
-    words = (
-        "there is no checkpoint, so the run begins at step 0; 3 lines of metrics.jsonl and the summary of an"
-    )
+    words = "there is no checkpoint, so the run begins at step 0; 3 lines of metrics.jsonl and the summary of an"
     assert capsys.readouterr().err == f"warning: {words} earlier start are now in {left}\n"
     made(resumed_at=0)
     assert capsys.readouterr().err == "" and [*run.glob("left-*")] == [left]

@@ -108,11 +108,12 @@ class Classes:
 
 @dataclass(frozen=True)
 class Known:
-    """The classes of each label, and all fields where the data are for a finished run."""
+    """The classes of each label, all fields where the data are for a finished run, and those of the training part."""
 
     default: Classes = Classes()
     each: Mapping[str, Classes] = field(default_factory=dict)
     run: Sample | None = None
+    train: Sample | None = None
 
     @classmethod
     def of(cls, config: DataConfig, run: Sample | None = None) -> Known:
@@ -159,7 +160,7 @@ class Known:
                 names = label_field.names or ()
                 known = replace(known, names=names, auto=False, whose=known.whose or TRAINING)
             known_labels[name] = replace(known, samples=len(train), trained=label_field.classes)
-        return Known(self.default, known_labels, self.run)
+        return Known(self.default, known_labels, self.run, train.sample)
 
     def named_run(self, run: Sample) -> Sample:
         """Give ``run`` the names of ``data.classes`` where it has none."""

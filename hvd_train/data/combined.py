@@ -32,21 +32,31 @@ class Joined:
         varying = [one for part in parts if (one := getattr(part, "varying", None))]
         self.varying = Varying.joined(varying) if len(varying) == len(parts) else None
         self.ordered = any(getattr(part, "ordered", False) for part in parts)
+        if all(hasattr(part, "label") for part in parts):
+            self.label = self._label
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+    def _of_parts(self, indices: np.ndarray) -> tuple[list[tuple[Source, np.ndarray]], np.ndarray]:
+        """Return (a part, its samples) for each part of the indices, and the way back from their order."""
         which = np.searchsorted(self._ends, indices, "right")
-        pieces = []
-        for k in np.unique(which):
-            here = np.flatnonzero(which == k)
-            start = self._ends[k] - len(self._parts[k])
-            pieces.append((here, self._parts[k].fetch(np.asarray(indices)[here] - start)))
-        # From the order of the parts back to that of the indices.
-        back = np.argsort(np.concatenate([here for here, _ in pieces]))
+        numbers = np.unique(which).tolist()
+        starts = self._ends - [len(part) for part in self._parts]
+        places = [np.flatnonzero(which == k) for k in numbers]
+        pieces = [(self._parts[k], np.asarray(indices)[at] - starts[k]) for k, at in zip(numbers, places, strict=True)]
+        return pieces, np.argsort(np.concatenate(places))
+
+    def _label(self, name: str, places: np.ndarray) -> np.ndarray:
+        """Return the labels of this name, (k, ...), of the samples at these places (k,); no input is read."""
+        pieces, back = self._of_parts(places)
+        return np.concatenate([part.label(name, rows) for part, rows in pieces])[back]  # type: ignore[attr-defined]
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        parts, back = self._of_parts(indices)
+        pieces = [part.fetch(rows) for part, rows in parts]
         inputs, labels = (
-            {name: np.concatenate([fetched[kind][name] for _, fetched in pieces])[back] for name in pieces[0][1][kind]}
+            {name: np.concatenate([fetched[kind][name] for fetched in pieces])[back] for name in pieces[0][kind]}
             for kind in (0, 1)
         )
         return inputs, labels

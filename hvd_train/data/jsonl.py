@@ -47,6 +47,9 @@ def read_jsonl(path: Path, names: Sequence[str]) -> tuple[dict[str, ChunkedArray
                 column.append(record[name])
     columns = {}
     for name, column in values.items():
+        if 0 < (count := sum(isinstance(value, bool) for value in column)) < len(column):
+            what = f"'{name}' holds values of several kinds: true or false in {count:,} of {len(column):,} lines"
+            raise DataError(what, where=str(path), fix=MEND)
         try:
             columns[name] = pyarrow.chunked_array([pyarrow.array(column)])
         except (pyarrow.ArrowException, OverflowError) as error:

@@ -66,7 +66,9 @@ def _features(
         return (config.features, []) if config.features else _without_index(others)
     columns = next(iter(run.inputs.values())).columns
     if not columns and config.lengths:  # inputs have the names of their columns
-        return config.features or others, []
+        columns = tuple(name for name in run.inputs if name != config.lengths.mask)
+        if len(columns) == 1 and columns[0] not in others:  # other data may call it otherwise
+            return config.features or others, []
     if not columns:
         why = "the checkpoint is of an older version and does not name its columns" if columns is None else ""
         names = config.features or others
@@ -175,6 +177,11 @@ def _of_lists(
             inputs[name] = table.numbers(name)
             continue
         flat, sizes = table.lists(name)
+        before = classes.run or classes.train
+        if (
+            before and name in before.inputs and not before.inputs[name].whole
+        ):  # numbers with a fraction, which may be whole in some files
+            flat = flat.astype(np.float64)
         # Of 64 bits without a sign, those that int64 does not hold are refused where samples are read.
         kept = flat if flat.dtype.kind == "f" or flat.dtype == np.uint64 else flat.astype(np.int64)
         inputs[name] = joined_rows(kept, sizes, f"column '{name}'", where, lengths)

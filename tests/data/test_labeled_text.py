@@ -325,3 +325,33 @@ def test_other_data_have_the_text_in_the_column_of_the_run(tmp_path):
     found, remarks = evaluated(titles, run=old)
     assert all(map(np.array_equal, found, wanted))
     assert remarks == ["column title is taken as the text: the run does not know its column"]
+
+
+def test_lists_that_are_whole_in_one_file_are_the_numbers_of_the_others(tmp_path):
+    """Many programs write 2.0 as 2. Such data were refused, and so was a column that the run does not know."""
+
+    def file(name, rows):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return path
+
+    fractions = [{"steps": [1.5, 2], "y": 0}, {"steps": [2, 1, 3], "y": 1}] * 5
+    whole = [{"steps": [1, 2], "y": 0}, {"steps": [2, 1, 3], "y": 1}] * 2
+    file("parts/train.jsonl", fractions), file("parts/val.jsonl", whole)
+    data = opened(tmp_path / "parts", "table", labels="y")
+    assert {part.sample.inputs["steps"].dtype for part in data.parts.values()} == {"float32"}
+    other = file("other.jsonl", [{"by": "hand", **row} for row in whole])
+    read = opened(other, "table", DataRequest(data.sample, "all"), labels="y")
+    assert read.remarks == ["column by is left out: the run was trained without"]
+    x = read.parts["all"].fetch(np.arange(2))[0]["steps"]
+    assert x.dtype == np.float32 and x[:, :3].tolist() == [[1, 2, 0], [2, 1, 3]]
+
+
+def test_true_is_no_number_of_a_line(tmp_path):
+    """After a number with a fraction it became 1, and before it an error."""
+    for values in ([1.5, True, 2.0], [True, 1.5, 2.0], [1, 2, False]):
+        path = tmp_path / "a.jsonl"
+        path.write_text("\n".join(json.dumps({"x": value, "y": 1.0}) for value in values))
+        with pytest.raises(DataError, match="'x' holds values of several kinds: true or false in 1 of 3 lines"):
+            opened(path, "table", task=TaskConfig(loss="mse"), labels="y", lengths=None)

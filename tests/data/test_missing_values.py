@@ -8,6 +8,7 @@ import pytest
 
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data.catalog import open_data, pack
+from hvd_train.data.dataset import DataRequest
 from hvd_train.data.packing import Alone
 from hvd_train.errors import DataError
 from tests.data.files import fault
@@ -112,6 +113,9 @@ def test_labels_of_yes_and_no_are_looked_at_wherever_they_are(tmp_path):
     pack(DataConfig(name="npz", path=str(tmp_path / "a.npz")), MSE, tmp_path / "packed", Alone())
     with pytest.raises(DataError, match="has the label 7, and task.loss: bce takes 0 to 1"):
         open_data(DataConfig(name="packed", path=str(tmp_path / "packed")), BCE)
+    run = opened((np.zeros((9, 2)), np.ones(9)), BCE).sample
+    with pytest.raises(DataError, match="has the label 7, and task.loss: bce takes 0 to 1"):  # of both parts together
+        open_data(DataConfig(name="packed", path=str(tmp_path / "packed")), BCE, request=DataRequest(run, "all"))
 
 
 def test_words_of_a_source_that_does_not_know_all_of_them():

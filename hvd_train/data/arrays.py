@@ -123,7 +123,7 @@ class Arrays:
                 if x.shape != shape:
                     what = f"fetch gives {columns[name].title} of shape {x.shape} for {len(rows)} indices, not {shape}"
                     raise DataError(what, where=self.where)
-                columns[name].check_kept(x, rows)
+                columns[name].check_kept(x, rows, columns is self._inputs)
             parts.append({name: columns[name].of(x, rows) for name, x in arrays.items()})
         for name, x in parts[1].items():
             column = self._labels[name]

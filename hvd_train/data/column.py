@@ -102,9 +102,15 @@ class Column:
             self.check(good, rows, "a label that is not from 0 to 1, as task.loss: bce takes them")
         return values.astype(self.field.dtype, copy=False).reshape(len(rows), *self.field.shape)
 
-    def check_kept(self, values: np.ndarray, rows: np.ndarray) -> None:
-        """Check that samples of another type than the first one lose nothing in its type."""
+    def check_kept(self, values: np.ndarray, rows: np.ndarray, is_input: bool) -> None:
+        """Check that samples of another type than the first one lose nothing in its type, and have its scale."""
         first = np.dtype(self.values.dtype)
+        kinds = {first, values.dtype}
+        divided = self.field.divisor != 1 or (first.kind == "f" and (is_input or len(self.field.shape) > 1))
+        if np.dtype(np.uint8) in kinds and len(kinds) > 1 and divided:
+            what = f"{self.title} of sample 0 are {first}, and those of sample {rows[0]} {values.dtype}"
+            fix = "give all samples one type: bytes are divided by 255, and other numbers are not"
+            raise DataError(what, where=self.where, fix=fix)
         if first.kind == "f" or values.dtype.kind not in "fiub" or np.can_cast(values.dtype, first):
             return
         with np.errstate(invalid="ignore"):

@@ -247,8 +247,12 @@ def read_npy_folder(path: Path, choose: Choose) -> dict[str, Any]:
 class Hdf5Rows:
     """A dataset of an HDF5 file by rows, for several threads; each process opens the file for itself."""
 
-    def __init__(self, path: Path, name: str, lock: threading.Lock, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self._path, self._name, self._lock, self.shape, self.dtype = path, name, lock, shape, dtype
+    def __init__(self, path: Path, name: str, lock: threading.Lock, dataset: Any) -> None:
+        self._path, self._name, self._lock = path, name, lock
+        self.shape: tuple[int, ...] = dataset.shape or ()
+        self.dtype = dataset.dtype
+        # As netCDF says which number stands for no value; NaN is found where samples are read.
+        self._missing = [dataset.attrs[key] for key in ("_FillValue", "missing_value") if key in dataset.attrs]
         self._dataset: Any = None
         self._process = -1
 
@@ -265,9 +269,14 @@ class Hdf5Rows:
                     import h5py
 
                     self._dataset, self._process = h5py.File(self._path, "r")[self._name], os.getpid()
-                return self._dataset[unique][back]
+                values = self._dataset[unique][back]
         except (OSError, KeyError) as error:
             raise unreadable(f"{self._path}: {self._name}", error, "HDF5 dataset") from error
+        for missing in self._missing:
+            if np.isin(values, missing).any():
+                what = f"'{self._name}' holds {np.ravel(missing)[0]}, which stands for no value there"
+                raise DataError(what, where=str(self._path), fix="leave these samples out")
+        return values
 
 
 def read_hdf5(path: Path, choose: Choose) -> dict[str, Any]:
@@ -281,7 +290,10 @@ def read_hdf5(path: Path, choose: Choose) -> dict[str, Any]:
                 item = file[name]
                 if isinstance(item, h5py.Dataset):
                     _check_size(path, name, item)
-                    datasets[name] = Hdf5Rows(path, name, lock, item.shape or (), item.dtype)
+                    if packed := [key for key in ("scale_factor", "add_offset") if key in item.attrs]:
+                        what = f"'{name}' has a {packed[0]}: its numbers are packed, as by netCDF"
+                        raise DataError(what, where=str(path), fix="store the numbers that they stand for")
+                    datasets[name] = Hdf5Rows(path, name, lock, item)
     except (OSError, KeyError, TypeError) as error:
         raise unreadable(path, error, "HDF5 file") from error
     return datasets

@@ -96,6 +96,26 @@ def test_rows_of_hdf5_that_were_never_written(tmp_path):
     assert len(open_data(DataConfig(name="hdf5", path=str(path))).train) == 16
 
 
+def test_numbers_that_netcdf_says_stand_for_others(tmp_path):
+    """A fill value was learned as a number, and packed numbers without their scale."""
+    for key, value, words in (
+        ("_FillValue", 7.0, "'x' holds 7.0, which stands for no value there"),
+        ("missing_value", [7.0], "'x' holds 7.0, which stands for no value there"),
+        ("scale_factor", 0.1, "'x' has a scale_factor: its numbers are packed"),
+    ):
+        path = tmp_path / f"{key}.h5"
+        with h5py.File(path, "w") as file:
+            file["x"], file["y"] = X, np.arange(20) % 2
+            file["x"].attrs[key] = value
+        assert words in fault("hdf5", path)
+    path = tmp_path / "nan.h5"
+    with h5py.File(path, "w") as file:
+        file["x"], file["y"] = X, np.arange(20) % 2
+        file["x"].attrs["_FillValue"] = np.float32(np.nan)
+    data = open_data(DataConfig(name="hdf5", path=str(path)))
+    assert data.train.fetch(np.arange(16))[0]["input"].shape == (16, 2)
+
+
 def test_labels_of_yes_and_no_are_looked_at_wherever_they_are(tmp_path):
     """Of a source of the user's the first 64 were: a label of 7 has no loss that is bounded below."""
     late = Fetched(lambda k: np.where(k == 700, 7.0, k % 2))
@@ -128,3 +148,14 @@ def test_words_of_a_source_that_does_not_know_all_of_them():
 def test_words_that_stand_for_no_value_are_told():
     data = opened((X, np.array(["a", "b", "nan", "b"] * 5)), TaskConfig())
     assert any("labels: 'nan' is taken for a class" in line for line in data.remarks)
+
+
+@pytest.mark.parametrize(("first", "later"), [(np.float32, np.uint8), (np.uint8, np.float32), (np.uint8, np.int64)])
+def test_bytes_among_other_numbers_have_another_scale(first, later):
+    """Bytes are divided by 255: where the first sample had fractions, later bytes came 255 times as large."""
+    source = Fetched(lambda k: k % 2, lambda k: np.ones((len(k), 4, 4), later if k[0] > 9 else first))
+    said = told(source, TaskConfig(), [10, 11])
+    assert f"inputs of sample 0 are {first.__name__}, and those of sample 10 {later.__name__}" in said
+    assert (opened(source, TaskConfig()).train.fetch(np.arange(3))[0]["input"] == 1).all()
+    labels = Fetched(lambda k: (k % 2).astype(np.uint8 if k[0] > 9 else np.float32))  # which are never divided
+    assert opened(labels, BCE).train.fetch(np.array([10, 11]))[1]["label"].tolist() == [0, 1]

@@ -1,4 +1,4 @@
-"""Global batches of which the last has fewer samples: how it is divided, and by how much each rank's part counts."""
+"""Global batches of which the last has fewer samples: how it is divided."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def places_of(count: int, whole: int, rank: int, size: int) -> np.ndarray:
     """
     places = np.arange(*share(min(count, whole), size, rank))
     return np.append(places, whole + rank) if rank < count - whole else places
+
+
+def counts_of(count: int, whole: int, size: int) -> tuple[int, ...]:
+    """Return (size,): how many places each rank has, see ``places_of``."""
+    return tuple(len(places_of(count, whole, rank, size)) for rank in range(size))
 
 
 class EvenBatches:
@@ -42,14 +47,9 @@ class EvenBatches:
         """Return this rank's places of global batch ``k`` in the order of samples."""
         return places_of(self._samples(k), self.whole, self.rank, self.size) + k * self.whole
 
-    def weight(self, k: int) -> float:
-        """Return this rank's samples of batch ``k``, times ranks, over the samples of the global batch."""
-        # Full batches are even. In the last one: n_r * N / n, whose mean over the N ranks is 1.
-        return 1.0 if k + 1 < len(self) else len(self.places(k)) * self.size / self._samples(k)
-
-    def uneven(self, k: int) -> bool:
-        """Return whether ranks have unequal numbers of samples of batch ``k``."""
-        return self._samples(k) % self.size > 0
+    def counts(self, k: int) -> tuple[int, ...]:
+        """Return (size,): the samples of batch ``k`` on each rank."""
+        return counts_of(self._samples(k), self.whole, self.size)
 
     def _samples(self, k: int) -> int:
         return self.count - k * self.whole if k + 1 == len(self) and not self.drop_last else self.whole

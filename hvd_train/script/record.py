@@ -31,9 +31,10 @@ SEED = 0  # of a script that sets none
 class Recording:
     """The record of this rank.
 
-    For each step: ``sums`` [loss times its weight, weight], the learning rate, the samples that this rank took of its
-    loaders. ``trees``: for each model, a function that gives its weights and statistics now. ``gradient``: of each
-    optimizer's first step. ``norm_fix``: the advice about batch normalization over each rank's local samples.
+    For each step: ``sums`` [loss times its weight, divisor of the sum over ranks], the learning rate, the samples that
+    this rank took of its loaders. ``trees``: for each model, a function that gives its weights and statistics now.
+    ``gradient``: of each optimizer's first step. ``norm_fix``: the advice about batch normalization over each rank's
+    local samples.
     """
 
     folder: Path
@@ -65,9 +66,9 @@ class Recording:
         """Add a line about what was changed or cannot be compared, once."""
         self.notes += [text] * (text not in self.notes)
 
-    def loss(self, value: float, weight: float) -> None:
+    def loss(self, value: float, weight: float, divisor: float) -> None:
         """Add the loss of a backward pass; a step's loss is the sum over its passes."""
-        self._loss = [self._loss[0] + value * weight, weight]
+        self._loss = [self._loss[0] + value * weight, divisor]
 
     def add_samples(self, loader: int, indices: list) -> None:
         """Add the samples of a batch of loader number ``loader``; indices that are not numbers are left out."""

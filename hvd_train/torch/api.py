@@ -113,8 +113,9 @@ def distribute(
     alike.
 
     Rank 0's weights, buffers and optimizer state go to all ranks. From now on ``backward()`` returns with gradients
-    that are the mean over the ranks, as views of flat buckets: right for a loss that is a mean over its batch. A loss
-    that is summed over its batch wants ``average=False``, which sums. Gradients that you set yourself (``p.grad = g``)
+    that are the mean over the ranks, as views of flat buckets: right for a loss that is a mean over its batch. Any
+    other loss (a sum, a mean over tokens) wants ``average=False``, which adds gradients up: divide its sum by
+    ``ht.sum(count)``, the count of all ranks. Gradients that you set yourself (``p.grad = g``)
     are averaged in ``optimizer.step()``, and so is the loss by which LBFGS searches.
 
     Running statistics are averaged with the gradients, or those of batch normalization taken over the global batch with

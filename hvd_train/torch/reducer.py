@@ -71,7 +71,7 @@ class Reducer:
         self.number: float = number
         self.passes = self.steps = 0
         self._communicator, self._buffers, self._slow = communicator, buffers, slow
-        self._average, self._lossy, self._overlap = average, lossy, overlap
+        self.average, self._lossy, self._overlap = average, lossy, overlap
         self._mean, self._weight = 1.0 / communicator.size, 1.0
         self._nonfinite = False  # a gradient of this pass, which a compressor would hide
         self._names, self._parameters = list(parameters), list(parameters.values())
@@ -111,7 +111,7 @@ class Reducer:
     def _hook_parameters(self) -> None:
         for i, parameter in self._numbered:
             parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))
-            if not self._average:
+            if not self.average:
                 hook = torch.utils.hooks.unserializable_hook(lambda _, i=i: self._summed.before(i))
                 parameter.register_hook(hook)
             if self._lossy:
@@ -124,7 +124,7 @@ class Reducer:
     def _arrived(self, i: int) -> None:
         """Autograd calls this when backward has added to gradient ``i``."""
         self.unreduced = True  # also after a backward pass that an error ended
-        if not self._average:
+        if not self.average:
             self._summed.arrived(i)
         if not self.reducing:
             return
@@ -151,7 +151,7 @@ class Reducer:
     def begin(self) -> None:
         """Begin a pass of this reducer."""
         self.begun, self._nonfinite = True, False
-        self._weight = passes.weight() if self._average else 1.0
+        self._weight = passes.averaged() if self.average else 1.0
         self._overlapped.begin()
         backward.register(self)
         if self.frozen:
@@ -166,7 +166,7 @@ class Reducer:
         """Bring the bucket's members into its flat tensor, divided by the world's size and weighted, and send it."""
         first, members, memory = self._first, self._exchange.buckets[b], self._memory
         gradients = {i: self._tensors[i].grad for i in members if i >= first}
-        factor = self._mean * self._weight if self._average else 1.0
+        factor = self._mean * self._weight if self.average else 1.0
         again = {i: self._factor(i, factor) for i, g in gradients.items() if g is memory.views[i]}
         others = [i for i in gradients if i not in again]
         # After ``p.grad.data = x`` a view lies elsewhere, and who has the bucket's memory cannot be found out. A model
@@ -193,7 +193,7 @@ class Reducer:
 
     def _factor(self, i: int, factor: float) -> float:
         """Return the factor of a gradient that lies where the last one lay."""
-        return factor if self._average else self._summed.factor(i, self._mean)
+        return factor if self.average else self._summed.factor(i, self._mean)
 
     def _write_extra(self, i: int) -> None:
         view = self._memory.views[i]
@@ -221,7 +221,7 @@ class Reducer:
     def adopt(self) -> None:
         """End a pass that began before this reducer was there, or that other ranks make of the batch in use."""
         self._overlapped.begin()
-        self._weight = passes.weight() if self._average else 1.0
+        self._weight = passes.averaged() if self.average else 1.0
         self._end()
 
     @torch.no_grad()
@@ -276,7 +276,7 @@ class Reducer:
         for k, (i, p) in enumerate(self._numbered):
             if k not in nowhere and p.grad is not views[i]:
                 p.grad = views[i]
-        if not self._average:
+        if not self.average:
             self._summed.pass_ended(self._numbered)
         if self._lossy:
             self._use.note([self._first + k for k in nowhere])
@@ -298,10 +298,10 @@ class Reducer:
             # ``view`` is the ranks' mean (or sum) of what was sent. Averaging the mean again leaves it as it is; a sum
             # is divided by the ranks first, so that adding up over them gives it back.
             if i in late:
-                view = view * self._mean + late[i] if not self._average else view + late[i]
+                view = view * self._mean + late[i] if not self.average else view + late[i]
                 p.grad = view
             else:
-                p.grad = view if self._average else view * self._mean
+                p.grad = view if self.average else view * self._mean
         self._end()
 
     def _check_failed(self, here: bool) -> None:
@@ -333,9 +333,9 @@ class Reducer:
         members = self._manual.set_by_script(present)
         if not members:
             return
-        if not self._average:
+        if not self.average:
             self._summed.check_replaced(members)
-        factor = self._mean * passes.weight() if self._average else 1.0
+        factor = self._mean * passes.averaged() if self.average else 1.0
         travelled, check = self._manual.reduce(members, factor, passes.asked() != self._asked)
         if travelled:
             self.passes += 1
@@ -347,7 +347,7 @@ class Reducer:
         self._manual.used()
         if all(optimizer is not known() for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
-        if self._average and not self._lossy:
+        if self.average and not self._lossy:
             return
         members = {self.index[id(p)] for p in parameters}
         self._summed.used(members)
@@ -364,7 +364,7 @@ class Reducer:
 
     def global_loss(self, loss: float, total: Callable[[float], float]) -> float:
         """Return the loss of all ranks' samples. ``total`` adds a number up over the ranks."""
-        return total(loss * passes.weight()) * self._mean if self._average else total(loss)
+        return total(loss * passes.weight()) * self._mean if self.average else total(loss)
 
     def _travelled(self, check: bool) -> None:
         """Note that gradients have travelled. ``check``: whether any rank asks to compare weights."""

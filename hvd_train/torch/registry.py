@@ -50,6 +50,11 @@ def unshared_sums() -> main_rank.UnsharedSums:
     )
 
 
+def averaging() -> bool:
+    """Return whether the gradients of a model are averaged: its loss is taken for a mean over its rank's samples."""
+    return any(reducer.average for _, reducer in distributed if reducer)
+
+
 @functools.cache
 def part_sync() -> uneven_parts.PartSync:
     """Return what joins the ranks where they make unequal numbers of parts of a batch."""

@@ -69,9 +69,8 @@ class PartSync:
         places = [there for there, *_ in everyone]
         more = [rank for rank, there in enumerate(places) if there == BACKWARD]
         less = [rank for rank, there in enumerate(places) if there != BACKWARD]
-        what = "the ranks' shares of a batch differ in length"
-        if all(shares for _, shares, *_ in everyone):
-            what += f" ({', '.join(str(shares[0]) for _, shares, *_ in everyone)} samples)"
+        lengths = ", ".join(str(shares[0]) for _, shares, *_ in everyone)
+        what = f"the ranks' shares of a batch differ in length ({lengths} samples)"
         what += ", and they make unequal numbers of parts of them"
         listed = ", ".join(f"{there} on rank {rank}" for rank, there in enumerate(places))
         numbers = {number for there, _, sent, _ in everyone if there == BACKWARD for number in sent}

@@ -12,6 +12,7 @@ from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
 from hvd_train.protocol import Communicator, Tree
 from hvd_train.script.dataloader import passes
 from hvd_train.script.record import SEED, Recording
+from hvd_train.torch import registry
 
 _names: dict[int, str] = {}  # of parameters
 _drawn: list[bytes] = []  # torch's generator after the last step
@@ -36,7 +37,7 @@ def prepare(recording: Recording) -> None:
     def recorded_backward(self: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
         # What backward() starts from, where it is a number, is the loss.
         if self.numel() == 1:
-            recording.loss(float(self.detach()), passes.weight())
+            recording.loss(float(self.detach()), *_weight())
         return backward(self, *arguments, **keywords)
 
     def widened_batch(current: passes.Pass, batch: Any, training: bool) -> Any:
@@ -47,6 +48,13 @@ def prepare(recording: Recording) -> None:
     passes.watch = widened_batch
     torch.autocast.__init__ = without_autocast
     torch.Tensor.backward = recorded_backward
+
+
+def _weight() -> tuple[float, float]:
+    """Return the weight of this rank's loss in the sum over ranks, and what that is divided by, summed over ranks."""
+    if registry.distributed and registry.communicator().size > 1 and not registry.averaging():
+        return 1.0, 1.0 / registry.communicator().size
+    return passes.weight(), passes.weight()
 
 
 def widen(value: Any) -> Any:

@@ -25,8 +25,8 @@ CASES = [
     "steps_per_execution", "adamw", "adam_accumulation", "nothing_left_out", "residual", "saved", "jit_compile",
     "summed", "masked", "masked_own_step", "masked_sum", "masked_weighted_mean", "masked_steps_per_execution",
     "weighted_mean", "weighted_batch", "own_losses", "fine_tuning", "vae", "gan", "unbuilt", "loader", "loop",
-    "loop_graph", "loop_dataset", "loop_gan", "steps", "masked_scores", "states",
-    "outputs", "lengths",
+    "loop_graph", "loop_dataset", "loop_gan", "loop_sums", "steps", "masked_scores",
+    "states", "outputs", "lengths",
 ]  # fmt: skip
 # A case of its kind runs in every run: of gradients that are clipped or added up, of weighted losses, of loops.
 SIBLINGS = [
@@ -34,7 +34,7 @@ SIBLINGS = [
     "masked_steps_per_execution", "weighted_batch", "loop_graph", "loop_gan", "backup",
 ]  # fmt: skip
 # What may depend on whether two ranks meet or three: shares of 7, 7 and 6, means of three, batches that data makes.
-ON_THREE = ["arrays", "py_dataset", "masked", "own_losses"]
+ON_THREE = ["arrays", "py_dataset", "masked", "own_losses", "loop_sums"]
 # "draws" after "loader", which loads torch: nobody has seeded it, and the other generators stay alike all the same.
 NOT_ALONE = ["main_rank", "stops", "compressed", "gan_compressed", "draws", "slow", "batchnorm_and_dropout", "frozen"]
 THREE_NOT_ALONE = ["frozen"]

@@ -24,7 +24,7 @@ from tests.keras.cases.draws import draws
 from tests.keras.cases.fitting import UserStep, arrays, class_weight, rates, two_inputs, user_logs, user_step
 from tests.keras.cases.gradients import compressed, jit_compile, overflow, residual, saved
 from tests.keras.cases.layers import states
-from tests.keras.cases.loops import loop, main_rank, slow
+from tests.keras.cases.loops import loop, main_rank, slow, sums
 from tests.keras.cases.losses import own_losses, reading, summed, weighted
 from tests.keras.cases.mistakes import apart, refused
 from tests.keras.cases.models import FOLDER, SGD, TENSORFLOW, WIDE, Adam, AdamW, cross_entropy, simple
@@ -95,6 +95,7 @@ if TENSORFLOW:
         "jit_compile": jit_compile,
         "loop_graph": loop("graph"),
         "loop_dataset": loop("dataset"),
+        "loop_sums": sums,
         "masked_steps_per_execution": reading(cross_entropy, steps_per_execution=3),
         "steps_per_execution": simple(lambda: SGD(0.1, momentum=0.9), steps_per_execution=3),
     }

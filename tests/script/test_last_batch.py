@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch.utils import data
@@ -13,13 +12,12 @@ from tests.script.loaders import SEVEN_TO_SIX, Doubled, uneven
 
 @pytest.mark.parametrize("count", [10, 13, 14, 15, 29])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_weights_make_a_mean_over_samples(count, size):
+def test_all_ranks_know_the_lengths_of_their_parts(count, size):
     ranks = [shares.Share(count, 3, shuffle=True, drop_last=False, seed=0, rank=r, size=size) for r in range(size)]
     for k, parts in enumerate(zip(*ranks, strict=True)):
-        weights = [share.weight(k) for share in ranks]
-        total = sum(w * float(np.mean(part)) for w, part in zip(weights, parts, strict=True)) / size
-        assert total == pytest.approx(np.mean([i for part in parts for i in part]), rel=1e-12)
-        assert k + 1 == len(ranks[0]) or weights == [1.0] * size
+        counts = {share.planned(0).counts(k) for share in ranks}
+        assert counts == {tuple(map(len, parts))}
+        assert k + 1 == len(ranks[0]) or counts == {(3,) * size}
 
 
 def weights(loader, *, ahead: int = 0, times: int = 1, every: int = 1) -> list[float]:
@@ -57,6 +55,18 @@ def test_where_a_batch_in_use_is_not_certain_ranks_count_alike():
     assert weights(zip(uneven(), even, strict=True)) == [1.0] * 3  # of which of the two?
     assert weights(uneven(num_workers=2, in_order=False)) == [1.0] * 3
     assert weights(passes.shared(Doubled(range(53), batch_size=10), 0, 0, 2)) == [1.0] * 3
+
+
+def test_two_loaders_count_alike_on_all_ranks():
+    """Rests of 4 and 8 samples: 2, 1, 1 and 3, 3, 2. Rank 2 alone found equal shares, and counted by them."""
+
+    def last(rank, *rests):
+        loaders = [passes.shared(data.DataLoader(range(12 + rest), batch_size=4), 0, rank, 3) for rest in rests]
+        return weights(zip(*loaders, strict=True))[-1]
+
+    assert [last(rank, 4, 8) for rank in range(3)] == [1.0] * 3
+    assert [last(rank, 8, 8) for rank in range(3)] == [1.125, 1.125, 0.75]
+    assert [last(rank, 5, 10) for rank in range(3)] == [1.0] * 3  # 2, 2, 1 and 4, 3, 3
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, torch.inference_mode])

@@ -23,7 +23,7 @@ def passed(loaders: list) -> list[list[list[int]]]:
         parts = [part.tolist() for part in parts]
         steps.append(parts)
         total = sum(map(len, parts))
-        assert [p.weight for p in iterators] == [len(part) * len(parts) / total for part in parts]
+        assert [p.weights[p.rank] for p in iterators] == [len(part) * len(parts) / total for part in parts]
         passes.exchanged()
     assert [[batch.tolist() for batch in part] for part in rounds] == [list(part) for part in zip(*steps, strict=True)]
     return steps

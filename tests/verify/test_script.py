@@ -46,6 +46,12 @@ def test_a_script_is_equal_in_64_bits(tmp_path, run):
     assert "data:image/png;base64," in (tmp_path / "proof.html").read_text()
 
 
+def test_a_loss_that_is_summed_over_ranks_is_compared_as_it_is(run):
+    """It was taken for a mean over ranks, and differed."""
+    code, out, lines = run("train_torch.py", "summed", steps=5)
+    assert code == 0 and lines[-1] == "verdict: equal", out
+
+
 def test_a_fault_of_a_script_is_named(run):
     code, out, lines = run("train_torch.py", "divided")
     assert code == 1, out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ unshared: UnsharedSums | None = None  # once there is a loader
 at_end: list[Callable[[], None]] = []  # called when a pass in which steps were made has come to its end, on all ranks
 _open: weakref.WeakSet[Pass] = weakref.WeakSet()  # passes that gave a batch to train on, and have not ended
 _asked = 0
+_summed = False  # whether numbers were added up over ranks between an uneven batch and the exchange of its gradients
 
 
 def asked() -> int:
@@ -96,21 +98,30 @@ class Pass:
         return self._share.number
 
     @property
-    def weight(self) -> float:
-        stream: Any = self._batches
-        return 1.0 if not self._single_exchange else self._plan.weight(self._batch) if self._plan else stream.weight
+    def weights(self) -> tuple[float, ...]:
+        """Return (ranks,): each rank's weight by the batch that was given last; see ``weight``."""
+        if not self._single_exchange:
+            return (1.0,) * self._share.size
+        return tuple(n * self._share.size / sum(self._counts) for n in self._counts)
 
     @property
     def uneven(self) -> bool:
         """Return whether ranks have unequal numbers of samples of the batch that was given last."""
-        if not (self._single_exchange and self._known):
-            return False
-        return self._plan.uneven(self._batch) if self._plan else self.weight != 1.0
+        return self._known and len(set(self.weights)) > 1
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        stream: Any = self._batches
+        return self._plan.counts(self._batch) if self._plan else stream.counts
+
+    @property
+    def rank(self) -> int:
+        return self._share.rank
 
     @property
     def share_of_batch(self) -> int:
-        """Return this rank's number of samples in it; 0 where that is not known."""
-        return len(self.indices())
+        """Return this rank's number of samples in a batch of which ranks have unequal numbers."""
+        return self._counts[self.rank]
 
     @property
     def digest(self) -> str:
@@ -250,17 +261,48 @@ def weight() -> float:
     (``torch.no_grad``) do not count, and an exchange without a new batch is of the last one. Ranks' weights have a mean
     of 1 up to rounding. The loss is taken for a mean over its batch.
     """
-    weights = {p.weight for p in _open if p.new} or {p.weight for p in _open if p.used}
-    return weights.pop() if len(weights) == 1 else 1.0
+    passes = in_use()
+    # All ranks' weights, not this rank's: two loaders may give it equal shares, and another rank unequal ones.
+    weights = {p.weights for p in passes}
+    return weights.pop()[passes[0].rank] if len(weights) == 1 else 1.0
+
+
+def in_use() -> list[Pass]:
+    """Return the passes whose batches the gradients that travel next are of."""
+    return [p for p in _open if p.new] or [p for p in _open if p.used]
 
 
 def uneven() -> list[Pass]:
     """Return the passes of ``weight`` whose batch has unequal lengths on the ranks: the same on all of them."""
-    return [p for p in [p for p in _open if p.new] or [p for p in _open if p.used] if p.uneven]
+    return [p for p in in_use() if p.uneven]
+
+
+def summed() -> None:
+    """Note that numbers are added up over ranks."""
+    global _summed
+    _summed = _summed or any(p.new for p in uneven())
+
+
+def averaged() -> float:
+    """Return ``weight``, for gradients of a mean over samples that are about to travel."""
+    if _summed:
+        warn_of_divided_loss()
+    return weight()
+
+
+@functools.cache
+def warn_of_divided_loss() -> None:
+    """Warn once, on rank 0: a loss that is divided by a sum of all ranks is no mean over a rank's samples."""
+    if not in_use()[0].rank:
+        what = "ht.sum before backward(), where ranks have unequal numbers of samples, by which their gradients count"
+        fix = "if the loss is divided by this sum, give ht.distribute(average=False), and do not divide by ht.size()"
+        warnings.warn(f"{what}; {fix}", stacklevel=5)
 
 
 def exchanged() -> None:
     """Note that gradients of the batches in use have travelled."""
+    global _summed
+    _summed = False
     if unshared:
         unshared.stepped()
     passes = list(_open)

@@ -41,14 +41,13 @@ def stepped() -> None:
 class Plan:
     """The batches of one pass on this rank.
 
-    ``weight``: of batch k, its samples times ranks / samples of global batch k. ``uneven``: whether ranks have unequal
-    numbers of them. ``digest``: differs between ranks whose samples come in other orders ("" where they cannot).
+    ``counts``: (ranks,), the samples of batch k on each rank. ``digest``: differs between ranks whose samples come in
+    other orders ("" where they cannot).
     """
 
     count: int
     batch: Callable[[int], list]
-    weight: Callable[[int], float]
-    uneven: Callable[[int], bool]
+    counts: Callable[[int], tuple[int, ...]]
     digest: str = ""
 
 
@@ -141,7 +140,6 @@ class Share(Passes, data.Sampler):
         super().__init__(seed, rank, size)
         self.count, self.shuffle = count, shuffle
         self._even = EvenBatches(count, batch_size, drop_last, rank, size, WHERE)
-        self.weight = self._even.weight
 
     def __len__(self) -> int:
         return self.planned(self.epoch).count
@@ -161,7 +159,7 @@ class Share(Passes, data.Sampler):
             places = self._even.places(k)
             return (permute(places, self._even.count, self.seed, epoch) if self.shuffle else places).tolist()
 
-        return Plan(len(self._even), batch, self.weight, self._even.uneven)
+        return Plan(len(self._even), batch, self._even.counts)
 
 
 class Joined(Share):
@@ -183,7 +181,7 @@ class Joined(Share):
         def batch(k: int) -> list:
             return [i for plan in plans for i in plan.batch(k)]
 
-        return Plan(plans[0].count, batch, lambda k: 1.0, lambda k: False)
+        return Plan(plans[0].count, batch, lambda k: (sum(plans[0].counts(k)),))
 
 
 def check(loader: data.DataLoader) -> None:

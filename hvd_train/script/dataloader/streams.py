@@ -20,7 +20,9 @@ from hvd_train.data.order import mix
 from hvd_train.errors import DataError
 from hvd_train.script.dataloader import rng
 from hvd_train.script.dataloader.shares import WHERE, Passes
-from hvd_train.script.last_batch import EvenBatches, places_of
+from hvd_train.script.last_batch import EvenBatches, counts_of, places_of
+
+Part = tuple[tuple[int, ...], int, list]
 
 
 class Stream(Passes):
@@ -43,7 +45,7 @@ class WorkerSeeds(data.Sampler):
 
 
 class StreamShare(data.IterableDataset):
-    """Gives (weight, digest of what was read so far, samples) of each batch of this rank; see shares.Plan.
+    """Gives (samples on each rank, digest of what was read so far, samples) of each batch; see shares.Plan.
 
     A rest of fewer samples than ranks joins the batch before. ``key``: what draws of a pass without workers follow
     from, the same on all ranks (workers get it with their batches).
@@ -64,7 +66,7 @@ class StreamShare(data.IterableDataset):
             raise AttributeError(name)
         return getattr(self._stream, name)
 
-    def __iter__(self) -> Iterator[tuple[float, int, list]]:
+    def __iter__(self) -> Iterator[Part]:
         least, digest = self._whole if self._drop_last else self._size, 0
         # One block is held back: if fewer samples than ranks follow, they join it.
         held: list = []  # it may be the last but for a few samples
@@ -97,9 +99,9 @@ class StreamShare(data.IterableDataset):
                 return
             yield block
 
-    def _share_of(self, block: list, digest: int) -> tuple[float, int, list]:
+    def _share_of(self, block: list, digest: int) -> Part:
         places = places_of(len(block), self._whole, self._rank, self._size)
-        return len(places) * self._size / len(block), digest, [block[i] for i in places]
+        return counts_of(len(block), self._whole, self._size), digest, [block[i] for i in places]
 
 
 class Collate:
@@ -108,22 +110,22 @@ class Collate:
     def __init__(self, collate: Callable) -> None:
         self._collate = collate
 
-    def __call__(self, batch: tuple[float, int, list]) -> tuple[float, int, Any]:
-        weight, digest, samples = batch
-        return weight, digest, self._collate(samples)
+    def __call__(self, batch: Part) -> tuple[tuple[int, ...], int, Any]:
+        counts, digest, samples = batch
+        return counts, digest, self._collate(samples)
 
 
 class Batches:
-    """A DataLoader's iterator over a ``StreamShare``; ``weight`` and ``digest`` are of the batch that it gave last."""
+    """A DataLoader's iterator over a ``StreamShare``; ``counts`` and ``digest`` are of the batch that it gave last."""
 
     def __init__(self, batches: Iterator) -> None:
-        self._batches, self.weight, self.digest = batches, 1.0, 0
+        self._batches, self.counts, self.digest = batches, (1,), 0
 
     def __iter__(self) -> Iterator:
         return self
 
     def __next__(self) -> Any:
-        self.weight, self.digest, batch = next(self._batches)
+        self.counts, self.digest, batch = next(self._batches)
         return batch
 
     def __getattr__(self, name: str) -> Any:

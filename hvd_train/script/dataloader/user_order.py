@@ -15,7 +15,7 @@ from hvd_train.data.order import mix
 from hvd_train.errors import DataError
 from hvd_train.script.dataloader import rng
 from hvd_train.script.dataloader.shares import WHERE, Passes, Plan, Share
-from hvd_train.script.last_batch import EvenBatches, places_of
+from hvd_train.script.last_batch import EvenBatches, counts_of, places_of
 
 
 class UserOrder(Share):
@@ -54,7 +54,7 @@ class UserOrder(Share):
         def batch(k: int) -> list:
             return [order[i] for i in even.places(k)]
 
-        return Plan(len(even), batch, even.weight, even.uneven, _digest(order))
+        return Plan(len(even), batch, even.counts, _digest(order))
 
 
 class UserBatches(UserOrder):
@@ -70,20 +70,18 @@ class UserBatches(UserOrder):
     def plan_of(self, order: list) -> Plan:
         n, size = len(order), self.size
         steps = [order[at : at + size] for at in range(0, n - n % size, size)]
-        # (this rank's samples, samples of the step on all ranks, whether ranks have unequal numbers)
-        batches = [(list(step[self.rank]), sum(map(len, step)), len(set(map(len, step))) > 1) for step in steps]
+        batches, counts = [list(step[self.rank]) for step in steps], [tuple(map(len, step)) for step in steps]
         rest: list[Any] = [i for batch in order[n - n % size :] for i in batch]
         if len(rest) >= size and not self._drop_last:
-            share = [rest[i] for i in places_of(len(rest), len(rest), self.rank, size)]
-            batches.append((share, len(rest), len(rest) % size > 0))
+            batches.append([rest[i] for i in places_of(len(rest), len(rest), self.rank, size)])
+            counts.append(counts_of(len(rest), len(rest), size))
         elif rest and batches and not self._drop_last:
-            batches[-1] = batches[-1][0] + rest[self.rank : self.rank + 1], batches[-1][1] + len(rest), True
+            batches[-1] = batches[-1] + rest[self.rank : self.rank + 1]
+            counts[-1] = tuple(n + (rank < len(rest)) for rank, n in enumerate(counts[-1]))
         if not batches:
             what = f"{n} batches of {len(rest)} samples are too few for {size} ranks"
             raise DataError(what, where=WHERE, fix="start fewer ranks", common=True)
-        weights = [len(local) * size / total for local, total, _ in batches]
-        parts, uneven = [local for local, *_ in batches], [apart for *_, apart in batches]
-        return Plan(len(batches), parts.__getitem__, weights.__getitem__, uneven.__getitem__, _digest(order))
+        return Plan(len(batches), batches.__getitem__, counts.__getitem__, _digest(order))
 
 
 def _within(sampler: Any) -> list[Any]:

@@ -31,7 +31,16 @@ from tests.torch.cases.facts import (
     transfers,
     waits,
 )
-from tests.torch.cases.messages import alone, forgotten, main_rank, plain_tensors, same_work, slow, uneven_parts
+from tests.torch.cases.messages import (
+    alone,
+    divided,
+    forgotten,
+    main_rank,
+    plain_tensors,
+    same_work,
+    slow,
+    uneven_parts,
+)
 from tests.torch.cases.mistakes import errors
 from tests.torch.cases.models import digest
 from tests.torch.cases.same_bits import SAME_BITS, trained_apart
@@ -78,6 +87,7 @@ def main(folder: Path) -> None:
             "slow": slow,
             "parts": uneven_parts,
             "alone": alone,
+            "divided": divided,
             "sampled": sampled,
             "errors": lambda: errors(folder),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 
 import numpy as np
 import torch
@@ -12,8 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import hvd_train.torch as ht
+from hvd_train.cli import guide
 from tests.torch.cases.models import GLOBAL_BATCH, WIDE, cnn, digits, fit, loader, mlp, sgd
 
+PAGE_BLOCKS = re.findall(r"^```python\n(.*?)^```$", guide.page("pytorch-script"), re.MULTILINE | re.DOTALL)
 PART = 9  # samples of a part: of 28 and 27, or 19, 18 and 18, ranks make unequal numbers
 
 
@@ -86,6 +89,51 @@ class Stream(torch.utils.data.IterableDataset):
 
 def streamed(workers):
     return lambda batch_size: DataLoader(Stream(), batch_size, num_workers=workers)
+
+
+def tokens(sampler=None):
+    """The recipe of the guide for means over tokens, half of which have no label, as the page has it."""
+
+    def case():
+        before, code, after = next(block for block in PAGE_BLOCKS if "average=False)" in block).partition("net, sgd")
+        draws = torch.Generator().manual_seed(5)
+        images, labels = digits(235)[:]
+        labels = torch.where(torch.rand(235, generator=draws) < 0.5, -100, labels)
+        data = torch.utils.data.TensorDataset(images, labels)
+        net, batch = mlp(), GLOBAL_BATCH // ht.size()
+        loader = DataLoader(data, batch_sampler=sampler()) if sampler else DataLoader(data, batch, shuffle=True)
+        assert "torch.nn.Linear" in before
+        names = {"ht": ht, "torch": torch, "batches": loader, "net": net, "sgd": sgd(net)}
+        exec(code + after, names)
+        return net
+
+    return case
+
+
+def two_loaders():
+    """With rests that ranks share in other ways: 5 and 10 samples. The losses are means over all ranks' samples."""
+    model = mlp()
+    model, optimizer = ht.distribute(model, sgd(model), average=False)
+    for batches in zip(loader(125), loader(130), strict=True):
+        optimizer.zero_grad()
+        counts = ht.sum(*[len(y) for _, y in batches])
+        losses = [F.cross_entropy(model(x), y, reduction="sum") for x, y in batches]
+        sum(loss / count for loss, count in zip(losses, counts, strict=True)).backward()
+        optimizer.step()
+    return model
+
+
+class Lengths(torch.utils.data.Sampler):
+    """Batches of unequal lengths, in the same steps on 1, 2 and 3 ranks: six batches of one rank are a step."""
+
+    def __iter__(self):
+        order, at, split = np.random.default_rng(2).permutation(235).tolist(), 0, 6 // ht.size()
+        for step in range(6):
+            lengths = [1 + (step + 2 * k) % 7 for k in range(6)]
+            for k in range(0, 6, split):
+                whole = sum(lengths[k : k + split])
+                yield order[at : at + whole]
+                at += whole
 
 
 def in_parts(make=None, *, once=False, clip=0.0, models=1, **options):

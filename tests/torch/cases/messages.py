@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import hvd_train.torch as ht
 from hvd_train.core import control_sync
+from hvd_train.script.dataloader import passes
 from hvd_train.torch import registry, step_hooks
 from tests.torch.cases.batches import in_parts
 from tests.torch.cases.models import digits, fit, loader, mlp, sgd
@@ -67,6 +68,24 @@ def slow():
             fit(model, optimizer, batches=[digits(8)[:]])
     control_sync.MOST_SECONDS = usual
     return printed.getvalue()
+
+
+def divided():
+    """What is said of sums before backward(): of a loss that is averaged, of one that is added up, and after it."""
+    messages = []
+    for average, early in ((True, True), (False, True), (True, False)):
+        model, optimizer = ht.distribute(model := mlp(), sgd(model), average=average)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for x, y in loader(235):
+                optimizer.zero_grad()
+                count = ht.sum(len(y)) if early else len(y)
+                (F.cross_entropy(model(x), y, reduction="sum") / count).backward()
+                ht.sum(len(y))
+                optimizer.step()
+        messages.append([str(w.message) for w in caught if "before backward()" in str(w.message)])
+        passes.warn_of_divided_loss.cache_clear()
+    return messages
 
 
 def alone():

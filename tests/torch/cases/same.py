@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from tests.torch.cases.batches import batched, in_parts, sampled_by, streamed, uneven, weighted
+from tests.torch.cases.batches import (
+    Lengths,
+    batched,
+    in_parts,
+    sampled_by,
+    streamed,
+    tokens,
+    two_loaders,
+    uneven,
+    weighted,
+)
 from tests.torch.cases.gradients import by_hand, by_hand_summed, caught, checkpointed, kept, other_data, summed
 from tests.torch.cases.models import cnn, mlp
 from tests.torch.cases.trainings import (
@@ -62,6 +72,9 @@ SAME = {
     "data": other_data,
     "summed": summed(),
     "summed passes": summed(2),
+    "tokens": tokens(),
+    "tokens of a batch sampler": tokens(Lengths),
+    "two loaders": two_loaders,
     "kept": kept(view=False),
     "kept views": kept(view=True),
     "checkpointed": checkpointed,

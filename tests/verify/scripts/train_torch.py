@@ -21,7 +21,10 @@ layers = [
 layers[1:1] = [torch.nn.BatchNorm1d(32)] * kind.startswith("norm")
 model = torch.nn.Sequential(*layers)
 model, optimizer = ht.distribute(
-    model, torch.optim.AdamW(model.parameters(), lr=0.01), sync_batchnorm=kind == "norm joined"
+    model,
+    torch.optim.AdamW(model.parameters(), lr=0.01),
+    sync_batchnorm=kind == "norm joined",
+    average=kind != "summed",
 )
 sampler = WeightedRandomSampler(torch.linspace(0.1, 1, 110), 110) if kind == "weighted" else None
 loader = ht.shard(DataLoader(data, batch_size=12, shuffle=sampler is None, sampler=sampler))
@@ -30,6 +33,7 @@ for epoch in range(2):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = F.cross_entropy(model(x + torch.randn_like(x) if kind == "noise" else x), y)
+            loss = loss * len(y) / ht.sum(len(y)) if kind == "summed" else loss
         (loss / ht.size() if kind == "divided" else loss).backward()
         optimizer.step()
     ht.save("last.ckpt", model=model, epoch=epoch)

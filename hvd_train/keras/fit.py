@@ -33,6 +33,7 @@ from hvd_train.script.slow_rank import SlowRankReport
 from hvd_train.script.weight_check import WeightCheck
 
 APART_FIX = "change weights and settings on all ranks: no callback may go by what this rank alone has seen"
+HAND_FIX = "gradients of a GradientTape are of this rank alone: hand them to optimizer.apply, or first to hk.reduce"
 ORDER_FIX = (
     "look at the data set (next(iter(data))) and draw numbers on all ranks or on none; a data set made anew may be "
     "looked at anywhere"
@@ -196,6 +197,13 @@ class DistributedFit:
         if record := recording():
             for _ in range(steps):
                 record.step(float(to_numpy(with_rates([self.optimizer])[0].learning_rate)), self.world)
+
+    def follow(self) -> None:
+        """Compare weights also where a loop of the script moves them without an optimizer."""
+        if not self.apart:
+            # Steps in graphs are counted later.
+            stepped = lambda: self._steps + int(to_numpy(self.reduction.steps)) > 0  # noqa: E731
+            self._check_weights.follow(self.reduction.number, stepped, HAND_FIX)
 
     def _looped(self, steps: int, where: str) -> None:
         """Count steps of a loop of the script."""

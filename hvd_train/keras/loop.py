@@ -17,6 +17,7 @@ from hvd_train.keras.data.training import divide_training, pass_seed
 from hvd_train.keras.gradients import Reduction, check_real
 from hvd_train.launch.environment import world as place
 from hvd_train.protocol import Communicator
+from hvd_train.script import weight_check
 from hvd_train.script.main_rank import UnsharedSums
 from hvd_train.script.pass_order import PassNumbers
 from hvd_train.script.record import recording
@@ -65,17 +66,17 @@ class Batches:
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:
-        before = _steps()
-        _unshared().begins()
+        loop_pass = _Pass()
         for batch in self._epoch(self._numbers.next):
             Reduction.count_graph_steps()
+            loop_pass.begin_batch()
             batch = keras.tree.map_structure(keras.ops.convert_to_tensor, batch, none_is_leaf=False)
             Reduction.counts(len(keras.tree.flatten(batch)[0]) / self._batch_size)
             yield batch
         Reduction.count_graph_steps()
         Reduction.counts(1.0)
         self._numbers.skip()
-        _ended(before)
+        loop_pass.end()
 
     def set_epoch(self, number: int) -> None:
         """Choose the order that comes next; on all ranks."""
@@ -119,11 +120,10 @@ def _followed_dataset(parts: Any, batch_size: int) -> Any:
     kind = type(dataset)
 
     def iterate(self: Any) -> Any:
-        batches, before = kind.__iter__(self), _steps()
+        batches = kind.__iter__(self)
         if not tf.executing_eagerly():
             return batches
-        _unshared().begins()
-        iterator = type(batches)
+        iterator, loop_pass = type(batches), _Pass()
 
         def following(self: Any) -> Any:
             Reduction.count_graph_steps()
@@ -131,8 +131,9 @@ def _followed_dataset(parts: Any, batch_size: int) -> Any:
                 batch = iterator.__next__(self)
             except StopIteration:
                 Reduction.counts(1.0)
-                _ended(before)
+                loop_pass.end()
                 raise
+            loop_pass.begin_batch()
             Reduction.counts(len(tf.nest.flatten(batch)[0]) / batch_size)
             return batch
 
@@ -144,12 +145,26 @@ def _followed_dataset(parts: Any, batch_size: int) -> Any:
     return dataset
 
 
-def _ended(before: int) -> None:
-    """End a pass that began after ``before`` steps, on all ranks."""
-    if _steps() > before:
-        Reduction.average_moved_statistics()
-    else:
-        _unshared().passed()
+class _Pass:
+    """A pass of the script over this rank's batches, which begins now."""
+
+    def __init__(self) -> None:
+        self._before, self._batches = _steps(), 0
+        self._weights: dict[int, str] = {}  # digests of the models' weights, in a pass without steps
+        _unshared().begins()
+
+    def begin_batch(self) -> None:
+        self._batches += 1
+        if self._batches == 2 and _steps() == self._before:
+            self._weights = weight_check.digests()  # this pass may be one of training without optimizers
+
+    def end(self) -> None:
+        """Join what the ranks have gathered by themselves, on all ranks together, if the pass has made steps."""
+        if _steps() > self._before:
+            Reduction.average_moved_statistics()
+        else:
+            weight_check.pass_ended(self._weights, "the end of a pass over hk.shard")
+            _unshared().passed()
 
 
 def reduce(values: Any, op: str, world: Communicator, graph: Any) -> Any:
@@ -157,6 +172,8 @@ def reduce(values: Any, op: str, world: Communicator, graph: Any) -> Any:
     if op not in ("mean", "sum"):
         raise ConfigError(f"op={op!r}", where="hk.reduce", fix="it is mean or sum")
     _unshared().shared(graph is not None)
+    if graph is None:
+        weight_check.summed("hk.reduce", world)
     name = "keras.reduce"
     if graph is not None:
         _calls[graph] = _calls.get(graph, 0) + 1

@@ -80,6 +80,7 @@ class Start:
         state.take_from_rank_0()
         if apart:
             self._train_apart(fit, reduction)
+        fit.follow()
         if self.arguments["sharded"] and communicator.size > 1:
             state.sharded = [ShardedUpdate(x, communicator, self.backend, patches) for x in self.optimizers]
             fit.turns = SharedSaving(model, state.sharded, communicator, patches).turns

@@ -129,8 +129,13 @@ def cause_reported() -> bool:
 
 def left() -> list[int]:
     """Return the ranks of this host that have come to the end of their script by themselves."""
-    ended = [(rank, one.table.read(place).record) for one in _companies for place, rank in enumerate(one.ranks)]
-    return [rank for rank, record in ended if record.get("code") == 0]
+    return list(ended())
+
+
+def ended() -> dict[int, dict]:
+    """Return {rank: its last record} of the ranks of this host that have come to the end of their script."""
+    records = {rank: one.table.read(place).record for one in _companies for place, rank in enumerate(one.ranks)}
+    return {rank: record for rank, record in records.items() if record.get("code") == 0}
 
 
 def lost() -> str:

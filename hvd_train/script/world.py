@@ -15,7 +15,7 @@ from typing import Any, cast
 from hvd_train.config import ExchangeConfig, load_config
 from hvd_train.config.modes import ALLREDUCE, MODES
 from hvd_train.config.names import did_you_mean
-from hvd_train.errors import ConfigError, EndedRankError, LostRankError, TrainError
+from hvd_train.errors import CommunicationError, ConfigError, EndedRankError, LostRankError, TrainError
 from hvd_train.frontends.horovod import HorovodCommunicator
 from hvd_train.launch import peers
 from hvd_train.launch.environment import STALL, world
@@ -25,6 +25,7 @@ from hvd_train.launch.watchdog import VARIABLE
 from hvd_train.launch.world import World
 from hvd_train.protocol import Communicator, Handle, Tensor
 from hvd_train.rank.session import Session
+from hvd_train.script import weight_check
 
 _sessions: list[Session] = []  # one at most
 COMPRESSOR_OPTIONS = ("ratio", "exact", "threshold", "rank")
@@ -88,7 +89,12 @@ def _close() -> None:
         exit_with_error(failure)
     slot = getattr(communicator, "slot", None)
     if slot:
-        slot.report_end({"code": 0})  # others may wait for this rank
+        weights = weight_check.at_exit()
+        slot.report_end({"code": 0, "weights": weights})  # others may wait for this rank
+        try:
+            weight_check.compare_at_exit(weights, {k: x.get("weights", {}) for k, x in peers.ended().items()})
+        except CommunicationError as error:
+            exit_with_error(error)
     communicator.close()
 
 

@@ -264,6 +264,7 @@ def shard(loader: DataLoader) -> DataLoader:
     number, registry.loaders = registry.loaders, registry.loaders + 1
     key = mix(seed, number) if number else seed  # two loaders of one length must not give the same order
     passes.unshared = registry.unshared_sums()
+    passes.without_steps[:] = [registry.pass_without_steps]
 
     # A stream has no length to compare before; ranks that read different streams show at its end.
     def ended(batches: int) -> None:

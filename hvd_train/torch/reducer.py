@@ -33,6 +33,9 @@ DIFFER_FIX = (
     "what a rank decides by its loss or its data sets it apart: decide by ht.sum, which is the same on all ranks, and "
     "keep what a layer gathers from its data in a buffer"
 )
+HAND_FIX = (
+    "gradients of torch.autograd.grad and torch.func.grad are of this rank alone: set p.grad, and call optimizer.step()"
+)
 
 
 class Reducer:
@@ -102,6 +105,8 @@ class Reducer:
         self._model = model
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
         self._check = WeightCheck(communicator, every, self._checksums, self._settings, DIFFER_FIX)
+        if model:  # with what is unfrozen later
+            self._check.follow(number, lambda: self.passes + self.steps > 0, HAND_FIX)
         self._checked, self._asked = 0, passes.asked()  # passes before the last comparison
         backward.watch_checkpoints()
         if lossy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from typing import Any
 
@@ -14,7 +15,7 @@ from hvd_train.script.slow_rank import SlowRankReport
 from hvd_train.script.world import open_session
 from hvd_train.torch import uneven_parts
 from hvd_train.torch.apart import ModelApart
-from hvd_train.torch.reducer import Reducer
+from hvd_train.torch.reducer import HAND_FIX, Reducer
 from hvd_train.torch.sharded import ShardedStep
 
 distributed: list[tuple[torch.nn.Module, Reducer | None]] = []
@@ -53,6 +54,21 @@ def unshared_sums() -> main_rank.UnsharedSums:
 def averaging() -> bool:
     """Return whether the gradients of a model are averaged: its loss is taken for a mean over its rank's samples."""
     return any(reducer.average for _, reducer in distributed if reducer)
+
+
+def pass_without_steps() -> None:
+    """Warn where a training may go past what joins the ranks, at the end of a pass without a step or a sum."""
+    untouched = [reducer and not reducer.passes + reducer.steps for _, reducer in distributed]
+    if untouched and all(untouched) and any(model.training for model, _ in distributed):
+        warn_of_functional_training()
+
+
+@functools.cache
+def warn_of_functional_training() -> None:
+    if not communicator().rank:
+        what = "a pass in training mode, and no gradient of the model has ever travelled"
+        fix = f"{HAND_FIX}, or add them up by ht.sum; evaluate under torch.no_grad()"
+        warnings.warn(f"{what}; ht.shard; {fix}", stacklevel=5)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import torch
 
 from hvd_train.core.mean import WIDE, sums
 from hvd_train.errors import ConfigError
+from hvd_train.script import weight_check
 from hvd_train.script.dataloader import passes
 from hvd_train.torch import backward, registry, uneven_parts
 
@@ -69,6 +70,7 @@ def add_up(values: Sequence[Any]) -> Any:
         # Other ranks may still be in the parts of a batch, and wait for this one's gradients.
         registry.part_sync().arrive(uneven_parts.SUM)
         passes.summed()
+        weight_check.summed("ht.sum", communicator)
     registry.unshared_sums().shared()
     totals = [like_input(value, x) for value, x in zip(values, sums(arrays, communicator, "ht.sum"), strict=True)]
     return totals[0] if len(values) == 1 else totals

@@ -234,6 +234,8 @@ def test_a_compiled_graph_is_named_in_one_line_on_rank_0(results):
         ("loop", "model.train_on_batch", "differ from those of rank"),
         ("rate", "model.train_on_batch", "(learning rate of SGD: 0.1 on rank 0"),
         ("scored", "model.predict", "first in sequential"),
+        ("by hand", "the end of a pass over hk.shard", "hand them to optimizer.apply"),
+        ("summed", "hk.reduce", "first in sequential"),
     ],
 )
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])

@@ -24,6 +24,11 @@ if api == "torch":
 
     model = torch.nn.Linear(4, 2)
     model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if kind == "moved":  # by gradients that no optimizer has seen
+        (gradient,) = torch.autograd.grad(model(torch.full((1, 4), 1.0 + ht.rank())).square().sum(), model.weight)
+        model.weight.data -= 0.1 * gradient
+        print("trained")
+        sys.exit(0)
     for step in range(10_000):
         try:
             if step == 3 and kind == "leaves" and ht.rank() == 1:

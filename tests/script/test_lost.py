@@ -81,6 +81,15 @@ def test_ranks_that_hand_over_other_things_end_with_code_5(tmp_path, api, kind, 
     )
 
 
+def test_weights_that_a_script_has_moved_itself_are_compared_at_its_end():
+    """Ranks drifted apart with exit code 0. Nobody waits: the rank that ends last finds it."""
+    run = ended("mpirun", "torch", "moved", {})
+    lines = set(re.findall(r"error\[rank \d\]: (.*)", run.stdout + run.stderr))
+    assert run.returncode == 5 and "Traceback" not in run.stderr, run.stdout[-2000:] + run.stderr[-3000:]
+    what = "the weights of this rank differ from those of rank {}, and no gradient has travelled; the end of the"
+    assert lines and all(line.startswith((what.format(0), what.format(1))) for line in lines), lines
+
+
 @pytest.mark.parametrize(
     ("api", "kind", "launcher"),
     [

@@ -12,6 +12,7 @@ import torch
 from torch.utils import data
 
 from hvd_train.data.order import mix
+from hvd_train.script import weight_check
 from hvd_train.script.dataloader import fingerprint, rng, shares, streams, user_order
 from hvd_train.script.main_rank import UnsharedSums
 
@@ -19,6 +20,7 @@ watch: Callable[[Pass, Any, bool], Any] | None = None  # sees each batch, and gi
 leaving: Callable[[], None] | None = None  # called before the batch after an uneven one is taken
 unshared: UnsharedSums | None = None  # once there is a loader
 at_end: list[Callable[[], None]] = []  # called when a pass in which steps were made has come to its end, on all ranks
+without_steps: list[Callable[[], None]] = []  # called at the end of one without a step, or a sum over ranks
 _open: weakref.WeakSet[Pass] = weakref.WeakSet()  # passes that gave a batch to train on, and have not ended
 _asked = 0
 _summed = False  # whether numbers were added up over ranks between an uneven batch and the exchange of its gradients
@@ -46,6 +48,7 @@ class Pass:
         self._known = in_order  # whether batch k is the k-th that the share names
         self._single_exchange = in_order  # and no other batch travels in its exchange
         self._steps, self._batch = shares.steps(), -1
+        self._weights: dict[int, str] = {}  # digests of the models' weights, in a pass without steps
         self._joined = unshared.count if unshared else 0
         self.new = self.used = False  # given since the last exchange; given before it
 
@@ -69,6 +72,8 @@ class Pass:
                 unshared.passed(self._joined)
             raise
         self._batch += 1
+        if training and self._batch == 1 and shares.steps() == self._steps and self._share.at_home:
+            self._weights = weight_check.digests()  # this pass may be one of training without optimizers
         if training and self._plan and self._batch + 1 == self._plan.count and shares.steps() > self._steps:
             _ask()  # at a pass' last batch
         self._known = self._known and self._share.at_home
@@ -147,7 +152,12 @@ class Pass:
                     work()
             # An epoch ends: draws from here on are those of a run that resumes here.
             rng.start_epoch(mix(share.seed, share.epoch), shares.steps(), share.rank)
-        elif share.shuffle and share.repeated() and share.rank == 0:
+            return
+        weight_check.pass_ended(self._weights, "the end of a pass over ht.shard")
+        if unshared and unshared.count == self._joined:
+            for work in without_steps:
+                work()
+        if share.shuffle and share.repeated() and share.rank == 0:
             what = "the samples came twice in the same order, for no distributed optimizer made a step"
             warnings.warn(f"{what}; ht.shard; call loader.set_epoch(number) for another one", stacklevel=3)
 

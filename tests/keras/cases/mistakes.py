@@ -7,6 +7,7 @@ import numpy as np
 
 import hvd_train.keras as hk
 from hvd_train.errors import TrainError
+from hvd_train.script import weight_check
 from tests.keras.cases.data import Shuffled
 from tests.keras.cases.models import BATCH, COUNT, Batches, compiled, cross_entropy, digits, fit, network
 
@@ -126,7 +127,8 @@ class LocalPlateau(keras.callbacks.Callback):
 def apart():
     """What ranks are told whose weights or learning rates are not the same."""
     x, y = digits()
-    models = [hk.distribute(compiled()) for _ in range(4)]
+    weight_check._followed.clear()
+    models = [hk.distribute(compiled()) for _ in range(6)]
 
     def on_one(model):
         if hk.rank() == 1:
@@ -148,14 +150,26 @@ def apart():
         on_one(model)
         model.predict(x, verbose=0)
 
+    def by_hand(model):
+        """As by gradients of a tape that no optimizer has seen."""
+        for part in hk.shard(x, batch_size=BATCH):
+            model.layers[-1].kernel.assign_add(np.full((32, 10), float(keras.ops.mean(part))))
+
+    def summed(model):
+        weight_check._sums = 0
+        on_one(model)
+        hk.reduce(1.0)
+
     messages = {}
 
     def callback(model):
         fit(model, x, y, epochs=9, callbacks=[LocalPlateau()])
 
-    for name, misuse in {"callback": callback, "loop": loop, "rate": rate, "scored": predicting}.items():
+    cases = {"summed": summed, "by hand": by_hand, "callback": callback, "loop": loop, "rate": rate}
+    for name, misuse in (cases | {"scored": predicting}).items():
         try:
             misuse(models.pop())
         except TrainError as error:
             messages[name] = f"{error.exit_code} {error}"
+    weight_check._followed.clear()  # or this process would not end well
     return {f"own/{name}": np.array(text) for name, text in messages.items()}

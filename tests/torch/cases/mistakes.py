@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_train.torch as ht
 from hvd_train.errors import TrainError
+from hvd_train.script import weight_check
 from tests.torch.cases.batches import PART, in_parts, streamed
 from tests.torch.cases.drawing import Words, walked
 from tests.torch.cases.gradients import Faulty
@@ -108,6 +109,25 @@ def errors(folder: Path):
                 optimizer.zero_grad()
                 F.cross_entropy(model(x + model.codes.detach().view(1, 8, 8)), y).backward()
                 optimizer.step()
+
+        return case
+
+    def moved(where, data=False):
+        """Weights that the script moves itself, by gradients of this rank that no optimizer has seen."""
+
+        def case():
+            weight_check._followed.clear()
+            weight_check._sums = 0
+            model = ht.distribute(mlp())
+            try:
+                for x, y in loader(240) if where == "pass" else [digits(8 + ht.rank())[:]]:
+                    gradients = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+                    with torch.no_grad():
+                        for p, g in zip(model.parameters(), gradients, strict=True):
+                            (p.data if data else p).sub_(0.1 * g)
+                ht.sum(1)
+            finally:
+                weight_check._followed.clear()
 
         return case
 
@@ -232,6 +252,8 @@ def errors(folder: Path):
             "drift": drift,
             "gathered": gathered(lambda model, codes: model.codes.data.copy_(codes)),
             "gathered anew": gathered(lambda model, codes: setattr(model, "codes", nn.Parameter(codes))),
+            "moved in a pass": moved("pass"),
+            "moved before a sum": moved("sum", data=True),
             "graph": graph,
             "twice summed": twice_summed,
             "summed clipped": summed_clipped,

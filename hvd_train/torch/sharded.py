@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, ClassVar
@@ -97,6 +97,55 @@ class Bucket:
         torch._foreach_copy_([flat(piece.parameter) for piece in self.pieces], list(parts))
 
 
+class PieceState(defaultdict):
+    """An optimizer's state by piece. Raises ConfigError for that of a whole parameter, which this rank does not have.
+
+    A plain dictionary would give a new, empty state, and what a script does to it would have no effect.
+    """
+
+    def __init__(self, pieces: Mapping[int, Piece], state: Mapping[Any, Any]) -> None:
+        super().__init__(dict, state)
+        self._of_parameters = pieces
+
+    def _check(self, key: Any) -> None:
+        if id(key) in self._of_parameters:
+            what = f"optimizer.state of a parameter of shape {tuple(key.shape)}: this rank has a piece of it at most"
+            fix = "change what optimizer.state_dict() gives on all ranks, and load it with load_state_dict"
+            fix += "; or loop over optimizer.state.values(), the pieces"
+            raise ConfigError(what, where=WHERE, fix=fix, common=True)
+
+    def __getitem__(self, key: Any) -> Any:
+        self._check(key)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._check(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._check(key)
+        super().__delitem__(key)
+
+    def __contains__(self, key: Any) -> bool:
+        self._check(key)
+        return super().__contains__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._check(key)
+        return super().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._check(key)
+        return super().pop(key, *default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        self._check(key)
+        return super().setdefault(key, default)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
 class ShardedStep:
     """The steps and the state of one optimizer. ``numbers``: names of its state that are not slots."""
 
@@ -157,6 +206,8 @@ class ShardedStep:
             return None
         self._frame, self._moved = sys._getframe(1), set()
         self._plan(optimizer)
+        if not isinstance(optimizer.state, PieceState):
+            self._divide(optimizer)  # the script has replaced it
         closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
         if closure is None:
             self._put_pieces(optimizer)
@@ -249,15 +300,16 @@ class ShardedStep:
     def _divide(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep this rank's pieces of whole slots."""
         self._plan(optimizer)
-        whole, optimizer.state = optimizer.state, defaultdict(dict)
-        for key, state in whole.items():
+        divided: dict[Any, Any] = {}
+        for key, state in optimizer.state.items():
             if id(key) not in self._pieces:
-                optimizer.state[key] = state
+                divided[key] = state
             elif (piece := self._pieces[id(key)]).last > piece.first:
-                optimizer.state[piece.tensor] = {
+                divided[piece.tensor] = {
                     name: piece.part_of(x) if self._is_slot(name, x) and x.shape == key.shape else x
                     for name, x in state.items()
                 }
+        optimizer.state = PieceState(self._pieces, divided)
 
     def _is_slot(self, name: str, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and name not in self._numbers

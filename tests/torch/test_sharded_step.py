@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
+
 import pytest
 import torch
 
@@ -69,3 +72,39 @@ def test_frozen_parameters_that_still_have_a_gradient_are_gathered():
     trained.grad = torch.ones(2)
     optimizer.step()
     assert communicator.lengths == [2]
+
+
+def test_the_state_of_a_whole_parameter_is_refused():
+    """It was a new, empty dictionary: what a script reset in it stayed as it was. The cures work."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
+    ShardedStep(optimizer, Serial(), frozenset())
+
+    def step():
+        weight.grad = torch.ones(3)
+        optimizer.step()
+
+    step()
+    state = optimizer.state
+    uses = [lambda: state[weight], lambda: weight in state, lambda: state.get(weight), lambda: state.pop(weight)]
+    uses += [lambda: state.update(x=1) or state.setdefault(weight, {}), lambda: state.__setitem__(weight, {})]
+    for use in [*uses, lambda: state.__delitem__(weight)]:
+        with pytest.raises(ConfigError, match=r"optimizer.state of a parameter of shape \(3,\): .*; change what optim"):
+            use()
+    del state["x"]
+    whole = optimizer.state_dict()
+    whole["state"][0]["momentum_buffer"].fill_(3.0)
+    optimizer.load_state_dict(whole)
+    assert [x["momentum_buffer"].tolist() for x in optimizer.state.values()] == [[3.0] * 3]
+    for slots in optimizer.state.values():
+        slots["momentum_buffer"].zero_()
+    before = weight.detach().clone()
+    step()
+    assert (before - weight).tolist() == [0.5] * 3
+    optimizer.state = defaultdict(dict)  # a reset, too
+    before = weight.detach().clone()
+    step()
+    assert (before - weight).tolist() == [0.5] * 3
+    with pytest.raises(ConfigError, match="optimizer.state of a parameter"):
+        optimizer.state[weight].clear()
+    assert type(copy.deepcopy(optimizer.state)) is defaultdict

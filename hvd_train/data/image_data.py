@@ -12,10 +12,10 @@ import numpy as np
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import images, webdataset
 from hvd_train.data.arrays import Arrays
-from hvd_train.data.classes import WHOLE, Known, Words, listing, named, numbers_of, values_of
+from hvd_train.data.classes import WHOLE, Known, Words, listing, numbers_of, values_of
 from hvd_train.data.column import LABEL
 from hvd_train.data.dataset import DataRequest, Parts, Whole, class_task, existing_folder, existing_path, known
-from hvd_train.data.label_values import OF_NUMBERS
+from hvd_train.data.label_values import OF_NUMBERS, check_order
 from hvd_train.errors import DataError
 
 
@@ -122,10 +122,7 @@ def _numbers_of(
     if numbers is not None:
         fractions = any(x != int(x) for x in numbers.values())  # which no class is called by
         return numbers if loss in OF_NUMBERS or fractions else {}
-    if loss in OF_NUMBERS and len(names) > 2:  # two are 0 and 1, whichever is which
-        what = f"{named('class', names)} have no order that task.loss: {loss} could learn"
-        fix = "list them in the order of 0, 1, 2, ...: data.classes; or call them by numbers, or set another task.loss"
-        raise DataError(what, where=where, fix=fix)
+    check_order(names, loss, where)
     return {}
 
 

@@ -17,9 +17,10 @@ from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import formats, images, masked, packed
 from hvd_train.data.arrays import Arrays
 from hvd_train.data.classes import Words
-from hvd_train.data.column import is_class
+from hvd_train.data.column import LABEL, is_class
 from hvd_train.data.dataset import DataRequest, Parts, Whole, class_task, existing_folder, existing_path, known
 from hvd_train.data.image_data import open_imagefolder, open_webdataset
+from hvd_train.data.label_values import check_order
 from hvd_train.data.labeled_text import open_labeled_text
 from hvd_train.data.synthetic import Synthetic
 from hvd_train.data.table_data import open_table
@@ -135,6 +136,8 @@ def _cifar10(config: DataConfig, task: TaskConfig, request: DataRequest) -> Part
     for part, name in (("train", "data"), ("val", "test")):
         images, numbers = formats.read_cifar10(inner if inner.is_dir() else folder, name)
         labels = numbers if config.classes else Words(numbers, formats.CIFAR_CLASSES)
+        if request.labels and config.target == "labels" and not config.classes:
+            check_order(formats.CIFAR_CLASSES, task.term(LABEL)[0], str(folder))
         classes = known(config, request, 10)
         parts[part] = Arrays(images, labels, str(folder), classes, class_task(task), images=True)
     return parts

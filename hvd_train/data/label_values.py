@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import numpy as np
 
 from hvd_train.config import TaskConfig
+from hvd_train.data.classes import named
 from hvd_train.data.column import ROUNDING
 from hvd_train.errors import DataError
 from hvd_train.metrics.table import METRICS
@@ -17,6 +18,14 @@ FEW = 64  # samples that are looked at of a source that gives labels with their 
 PIECE = 1 << 18  # values that are looked at together
 MOST = 1 << 24  # values of a part that are looked at: labels may be masks in a mapped file
 OF_NUMBERS = ("mse", "mae", "huber")
+
+
+def check_order(names: Sequence[str], loss: str, where: str) -> None:
+    """Refuse words that nobody has put in order for a loss of numbers; two are 0 and 1, whichever is which."""
+    if loss in OF_NUMBERS and len(names) > 2:
+        what = f"{named('class', names)} have no order that task.loss: {loss} could learn"
+        fix = "list them in the order of 0, 1, 2, ...: data.classes; or call them by numbers, or set another task.loss"
+        raise DataError(what, where=where, fix=fix)
 
 
 def check_values(parts: Mapping[str, Source], task: TaskConfig, where: str, of_inputs: bool = False) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.data.classes import named, numbers_of
 from hvd_train.data.column import is_class, is_image
+from hvd_train.data.label_values import OF_NUMBERS
 from hvd_train.data.manifest import AGAIN, KINDS, MANIFEST, Manifest, Part, Shard, read_manifest
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample
@@ -44,6 +46,11 @@ def _check_task(manifest: Manifest, sample: Sample, config: DataConfig, task: Ta
             was, now = ("classes" if yes else "numbers" for yes in (not wanted, wanted))
             what = f"labels '{name}' were packed as {was}, and task.loss wants {now}"
             raise DataError(what, where=str(folder), fix="pack with -c and this configuration's task.loss")
+        loss, numbers = task.term(name)[0], numbers_of(field.names or ())
+        if loss in OF_NUMBERS and numbers and [*numbers.values()] != [*range(len(numbers))]:
+            what = f"labels '{name}' were packed as the numbers of {named('class', field.names or ())}"
+            fix = f"pack with -c and this configuration's task.loss, {loss}: the labels are then the numbers themselves"
+            raise DataError(what, where=str(folder), fix=fix)
         if config.num_classes and field.classes and config.num_classes != field.classes:
             what = f"packed with {field.classes} classes, and data.num_classes is {config.num_classes}"
             raise DataError(what, where=str(folder), fix="leave it out, or set it when packing")

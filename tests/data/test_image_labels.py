@@ -13,6 +13,7 @@ from hvd_train.data.dataset import DataRequest
 from hvd_train.data.packing import Alone
 from hvd_train.errors import DataError
 from tests.data.files import pictures
+from tests.data.test_tables import cifar
 from tests.data.test_webdataset import samples, write
 
 MSE, OWN, BCE = TaskConfig(loss="mse"), TaskConfig(loss="mine:loss"), TaskConfig(loss="bce")
@@ -117,6 +118,20 @@ def test_numbers_are_packed(tmp_path):
     pack(config, MSE, tmp_path / "packed", Alone())
     packed = open_data(DataConfig(name="packed", path=str(tmp_path / "packed")), MSE)
     assert np.unique(all_labels(packed)).tolist() == [-33, 2.5, 10]
+    config = DataConfig(name="imagefolder", path=str(folders(tmp_path / "q", WHOLE)))
+    pack(config, OWN, tmp_path / "classes", Alone())
+    with pytest.raises(DataError, match="labels 'label' were packed as the numbers of classes 10, 2, 33; "):
+        open_data(DataConfig(name="packed", path=str(tmp_path / "classes")), MSE)
+    assert open_data(DataConfig(name="packed", path=str(tmp_path / "classes")), OWN).sample.num_classes == 3
+
+
+def test_words_of_cifar_have_no_order_either(tmp_path):
+    cifar(tmp_path)
+    config = DataConfig(name="cifar10", path=str(tmp_path))
+    with pytest.raises(DataError, match="have no order that task.loss: mse could learn"):
+        open_data(config, MSE)
+    assert open_data(config, OWN).sample.num_classes == 10
+    assert len(open_data(config.model_copy(update={"target": "inputs"}), MSE).train)
 
 
 # ---- classes of tar files

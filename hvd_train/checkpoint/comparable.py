@@ -1,4 +1,4 @@
-"""Which values of evaluations may be compared: those of one loss or metric on the same samples, read in the same way."""
+"""Which values of evaluations may be compared: those of one loss or metric on the same samples, read alike."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_train.protocol import Tree
+from hvd_train.protocol import Tree, is_vector
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,11 @@ class Layout:
     view: tuple[int, ...]
     axes: tuple[int, ...]
     shape: tuple[int, ...]
+    scales: bool = False  # of a normalization
+
+    @property
+    def is_vector(self) -> bool:
+        return self.scales or is_vector(self.name, self.shape)
 
     @classmethod
     def of(cls, native_shape: Sequence[int], entry: tuple) -> Layout:

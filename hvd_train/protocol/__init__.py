@@ -18,7 +18,7 @@ from hvd_train.protocol.data import (
 )
 from hvd_train.protocol.model import Build, FrontEnd, FrontEndModule, Scale, Sums
 from hvd_train.protocol.ops import Cell, LibraryMetric, Ops
-from hvd_train.protocol.tensors import Handle, Tensor, TensorSpec, Tree
+from hvd_train.protocol.tensors import Handle, Tensor, TensorSpec, Tree, is_vector
 from hvd_train.protocol.update import (
     OF_EXCHANGE,
     UNDER_WAY,
@@ -79,6 +79,7 @@ __all__ = [
     "Update",
     "Window",
     "Wire",
+    "is_vector",
     "made_up",
     "one_or_all",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,17 @@ import numpy as np
 Tensor = Any
 Handle = Any
 Tree = dict[str, np.ndarray]  # flat: key -> array
+
+# Words of the names of biases and of scales of a normalization, in both frameworks.
+VECTORS = frozenset({"bias", "beta", "gamma", "scale"})
+
+
+def is_vector(name: str, shape: Sequence[int]) -> bool:
+    """Return whether a tensor is a bias or a scale, however many axes it has, and not the weights of a sum.
+
+    The bias of Keras' GRU is (2, 3 h), that of its attention (heads, size).
+    """
+    return len(shape) < 2 or not VECTORS.isdisjoint(re.split("[./]", name)[-1].split("_"))
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,10 @@ class TensorSpec:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_vector(self) -> bool:
+        return is_vector(self.name, self.shape)
 
     @property
     def nbytes(self) -> int:

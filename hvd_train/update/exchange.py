@@ -67,7 +67,9 @@ class Exchange:
     def _shape(self, bucket: int) -> tuple[int, ...]:
         """Return the shape of the tensor if the compressor takes each alone, else that of the flat bucket."""
         members = [self._specs[i] for i in self.buckets[bucket]]
-        return members[0].shape if self._compressors[bucket].per_tensor else (sum(spec.size for spec in members),)
+        if self._compressors[bucket].per_tensor and not members[0].is_vector:
+            return members[0].shape
+        return (sum(spec.size for spec in members),)
 
     def uncompressed(self, communicator: Communicator) -> Exchange:
         """Return the exchange of the same buckets over another communicator, with nothing compressed."""

@@ -222,6 +222,10 @@ class Replicated:
         received, self._received, self._statistics = self._received, {}, {}
         if any(key.startswith(TRAINING) for key in received):
             self._give(self._weights_with(TRAINING, received))
+            # What is frozen from now on stays as the training had it, not as its average was.
+            moved = {TRAINING + spec.name for spec in self.frontend.specs()}
+            frozen = {key: x for key, x in received.items() if key.startswith(TRAINING) and key not in moved}
+            self.frontend.load({f"weights/{key.removeprefix(TRAINING)}": x for key, x in frozen.items()})
         statistics = {key: x for key, x in received.items() if key.startswith(STATISTICS)}
         if statistics:
             self._statistics = self.frontend.running_statistics()

@@ -27,6 +27,7 @@ from tests.frontends.test_contract import (
     sample_of,
 )
 from tests.numpy_frontend import Threads, run_ranks
+from tests.own_models import pytorch_norm
 
 SHAPE = (6, 5, 2)
 NORM = {"pytorch": "tests.own_models:pytorch_norm", "tensorflow": "tests.own_models:keras_norm"}
@@ -101,12 +102,17 @@ class TorchThreads(Threads):
         return torch.from_numpy(super().allgather_async(x.numpy(), name))
 
 
-def ranks_train(size, sync, counts):
+def cumulative_norm(input_shape, num_classes):
+    """Statistics are the mean over all batches, as torch has it with ``momentum=None``."""
+    model = pytorch_norm(input_shape, num_classes)
+    model.norm.momentum = None
+    return model
+
+
+def ranks_train(size, sync, counts, name=NORM["pytorch"], look=everything):
     """State of each rank after one step per entry of ``counts``: samples of all ranks, cut unevenly."""
     lock = threading.Lock()
-    config = Config.model_validate(
-        {"precision": 64, "device": "cpu", "model": {"name": NORM["pytorch"]}, "sync_batchnorm": sync}
-    )
+    config = Config.model_validate({"precision": 64, "device": "cpu", "model": {"name": name}, "sync_batchnorm": sync})
 
     def work(communicator):
         communicator = TorchThreads(communicator.world, communicator.rank) if size > 1 else Serial()
@@ -123,7 +129,7 @@ def ranks_train(size, sync, counts):
                 empty = {"input": np.full((1, *SHAPE), 9, np.float32)}, {"label": np.zeros(1, np.int64)}
                 rows = Batch(*empty, np.zeros(1, np.float32), own)
             frontend.train_step(frontend.to_device(rows), 1 / count, k, 0.1)
-        return everything(frontend)
+        return look(frontend)
 
     return run_ranks(size, work)
 
@@ -136,6 +142,19 @@ def test_threads_with_uneven_and_empty_shares_compute_as_one_rank(size):
         close(one, state)
     apart = ranks_train(size, False, counts)[0]
     assert max(np.abs(apart[k] - one[k]).max() for k in one) > 1e-3
+
+
+def test_a_rank_whose_part_was_empty_counts_the_batch_where_statistics_are_averaged():
+    """It had counted 4 batches and the others 5; its next one weighed 1/5, and 1/6 in a run that was resumed."""
+
+    def look(frontend):
+        (key,) = (key for key in frontend.state() if key.endswith("num_batches_tracked"))
+        before = int(frontend.state()[key])
+        frontend.average_statistics()
+        return before, int(frontend.state()[key])
+
+    name = "tests.frontends.test_batchnorm:cumulative_norm"
+    assert ranks_train(2, False, [9, 7, 1, 2, 9], name, look) == [(4, 5), (5, 5)]
 
 
 # ---- the layers

@@ -103,6 +103,22 @@ def test_a_changed_run_goes_on_with_the_weights_of_the_training(tmp_path, then):
         assert (tree.get(TRAINING + name, tree[f"weights/{name}"]) == training).all()
 
 
+@pytest.mark.parametrize("ema", [{"ema": {"decay": 0.9}}, {}], ids=["ema", "without"])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_weights_that_are_frozen_from_now_on_stay_as_the_training_had_them(tmp_path, framework, sharded, ema):
+    """The others were trained beside these, and not beside their mean; with or without a mean from now on."""
+    keys = {"framework": framework, "global_batch_size": 20}
+    before = train(tmp_path / "run", optim={"lr": 0.3, "sharded": sharded}, ema={"decay": 0.9}, **keys)
+    optim = {"lr": 0.3, "sharded": sharded, "groups": [{"match": "fc1.*", "freeze": True}]}
+    allowed = ["ema", "optim.groups"]
+    tree = train(tmp_path / "run", resume="last", allow_change=allowed, max_epochs=2, optim=optim, **keys, **ema)
+    for name in ("fc1.kernel", "fc1.bias"):
+        assert (before[TRAINING + name] != before[f"weights/{name}"]).any()
+        assert (tree[f"weights/{name}"] == before[TRAINING + name]).all() and TRAINING + name not in tree
+    assert (tree["weights/fc2.kernel"] != before[TRAINING + "fc2.kernel"]).any()
+
+
 @pytest.mark.parametrize("keys", [{"ema": {}}, {"swa": {"epochs": 1}}, {"optim": {"name": "schedule_free_sgd"}}])
 def test_averages_of_parts_of_constrained_weights_are_refused(tmp_path, keys):
     """A constraint looks at whole columns; an average of a part would be that of weights before it."""

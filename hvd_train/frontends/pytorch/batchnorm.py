@@ -7,6 +7,7 @@ import copyreg
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
@@ -192,6 +193,24 @@ def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: 
             layer.num_batches_tracked = None
         layer.__class__ = type(kind.__name__, (_Joined, kind), {"_context": context, "_wire": f"batchnorm.{name}"})
     return context
+
+
+def share_counts(model: torch.nn.Module, communicator: Communicator) -> None:
+    """Give the layers of all ranks the largest count of batches; layers with ``momentum=None`` have one.
+
+    A rank whose part of a batch was empty has counted less. Its next batch would weigh more than the others'.
+    """
+    counts = [
+        layer.num_batches_tracked
+        for layer in model.modules()
+        if isinstance(layer, _Joined) and layer.num_batches_tracked is not None
+    ]
+    if not counts or communicator.size == 1:
+        return
+    parts = communicator.allgather_bytes(np.array([int(x) for x in counts]).tobytes(), "batches")
+    largest = np.max([np.frombuffer(part, np.int64) for part in parts], axis=0)
+    for count, most in zip(counts, largest.tolist(), strict=True):
+        count.fill_(most)
 
 
 class Gathering:

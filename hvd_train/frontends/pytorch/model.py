@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any
@@ -64,7 +65,10 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         self._batchnorm = batchnorm.prepare(model, groups.data, self.ops, config.sync_batchnorm, bool(config.swa))
         table = canonical_table(module, model)
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        self.layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)
+        layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)
+        # Normalizations call their scales weights.
+        norms = {f"{n}.weight".lstrip(".") for n, x in self.model.named_modules() if "Norm" in type(x).__name__}
+        self.layouts = {n: replace(layout, scales=True) if n in norms else layout for n, layout in layouts.items()}
         if (hidden_layers := hidden(self.model)) and not config.restores:
             raise ConfigError(not_part(hidden_layers), where=f"model.name: {config.model.name}", fix=HIDDEN_FIX)
         thaw(self.model)
@@ -389,6 +393,10 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
             self._trainable[name].copy_(torch.from_numpy(array))
 
     @torch.no_grad()
+    def _average(self, keys: Collection[str]) -> None:
+        super()._average(keys)
+        batchnorm.share_counts(self.model, self.groups.data)
+
     def _assign(self, arrays: Mapping[str, np.ndarray]) -> None:
         tensors = self._tensors()
         for key, array in arrays.items():

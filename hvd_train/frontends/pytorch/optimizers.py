@@ -235,10 +235,17 @@ class FlatOptimizer(FlatWeights, NamedArrays):
         return self._flats[bucket].packed(self.slots[name][bucket]).to(self._home)
 
     def _for_kernel(self, flats: list[Flat], tensors: Tensors) -> Tensors:
-        """Return a flat tensor of each bucket, or views in the shapes of the weights where norms belong to tensors."""
+        """Return a flat tensor of each bucket, or views in the shapes of the weights where norms belong to tensors.
+
+        Biases and scales are (n,), whatever shape they have in the model.
+        """
         if not self.kernel.per_tensor:
             return tensors
-        return [view for flat, x in zip(flats, tensors, strict=True) for view in flat.views(x)]
+        return [
+            part if self.layouts[name].is_vector else view
+            for flat, x in zip(flats, tensors, strict=True)
+            for name, part, view in zip(flat.names, flat.parts(x), flat.views(x), strict=True)
+        ]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return {native key: view of a flat slot, or the number of steps}."""

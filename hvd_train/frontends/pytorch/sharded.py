@@ -29,9 +29,9 @@ class Piece(NamedTuple):
 
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
         """Return a view of this piece of a bucket: (n, 1) for a piece of a matrix and (n,) for one of a vector, for
-        layer-wise formulas treat tensors of fewer than 2 dimensions apart."""
+        layer-wise formulas treat biases and scales apart."""
         part = self.flat.parts(bucket)[self.member][self.first : self.last]
-        return part.view(-1, 1) if len(self.flat.shapes[self.member]) > 1 else part
+        return part if self.layout.is_vector else part.view(-1, 1)
 
 
 class ShardedOptimizer(ShardedSlots):

@@ -179,6 +179,22 @@ KERNELS: dict[str, Any] = {
 }
 
 
+class Flattened:
+    """A variable as (n,), for formulas that treat vectors apart: some biases have two axes."""
+
+    def __init__(self, variable: tf.Variable) -> None:
+        self._variable = variable
+
+    def value(self) -> tf.Tensor:
+        return tf.reshape(self._variable.value(), (-1,))
+
+    def assign(self, x: tf.Tensor) -> None:
+        self._variable.assign(tf.reshape(x, self._variable.shape))
+
+    def assign_sub(self, x: tf.Tensor) -> None:
+        self._variable.assign_sub(tf.reshape(x, self._variable.shape))
+
+
 def rated(rate: tf.Tensor, rule: Rule) -> tf.Tensor:
     """Return the learning rate of the tensors of a rule."""
     return rate if rule.factor == 1 else rate * tf.constant(rule.factor, rate.dtype)
@@ -225,16 +241,20 @@ class VariableOptimizer(BucketWeights, NamedArrays):
         rules = [rule_of(options, layouts[path].name) for path in trainable]
         kernels = {rule: KERNELS[options.name](rule.options(options)) for rule in rules}
         self._rules = [(kernels[rule], rule) for rule in rules]
+        self._flattens = [self.kernel.per_tensor and layouts[path].is_vector for path in trainable]
         self.slots = {slot: [zeros_where(v) for v in trainable.values()] for slot in self.kernel.slots}
         self.steps = {step_key(rule): tf.Variable(0, trainable=False, dtype=tf.int64) for rule in rules}
 
     def step(self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
         counts = {key: steps.value() + 1 for key, steps in self.steps.items()}
         slots = zip(*self.slots.values(), strict=True) if self.slots else [()] * len(self._trainable)
-        rows = zip(self._rules, self._trainable.values(), self._from_buckets(gradients), slots, strict=True)
-        for (kernel, rule), v, gradient, of_weight in rows:
-            rate = rated(tf.cast(learning_rate, gradient.dtype), rule)
-            kernel(v.value, gradient, of_weight, counts[step_key(rule)], rate)
+        tensors = self._trainable.values(), self._from_buckets(gradients), slots, self._flattens
+        for (kernel, rule), v, gradient, of_weight, flattens in zip(self._rules, *tensors, strict=True):
+            rate, weight = rated(tf.cast(learning_rate, gradient.dtype), rule), v.value
+            if flattens:
+                weight, gradient = Flattened(weight), tf.reshape(gradient, (-1,))
+                of_weight = tuple(map(Flattened, of_weight))
+            kernel(weight, gradient, of_weight, counts[step_key(rule)], rate)
             if v.constraint is not None:
                 v.assign(v.constraint(v))
         if self.kernel.counts_steps:

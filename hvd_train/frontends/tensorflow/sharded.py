@@ -53,16 +53,15 @@ class ShardedOptimizer(ShardedSlots):
         self._buckets: list[list[Piece]] = []
         for b, members in enumerate(update.buckets):
             bounds = pieces([int(np.prod(self._variables[i].shape)) for i in members], *update.bounds(b))
+            tensors = [(layouts[paths[i]], self._variables[i]) for i in members]
             self._buckets.append(
                 [
-                    Piece(
-                        layouts[paths[i]], self._variables[i], first, last, self._make(self._variables[i], last - first)
-                    )
-                    for i, (first, last) in zip(members, bounds, strict=True)
+                    Piece(layout, v, first, last, self._make(v, layout, last - first))
+                    for (layout, v), (first, last) in zip(tensors, bounds, strict=True)
                 ]
             )
         self.slots = {
-            slot: [self._make(piece.variable, piece.last - piece.first) for piece in self._all()]
+            slot: [self._make(piece.variable, piece.layout, piece.last - piece.first) for piece in self._all()]
             for slot in self.kernel.slots
         }
         self.steps = tf.Variable(0, trainable=False, dtype=tf.int64)
@@ -75,9 +74,9 @@ class ShardedOptimizer(ShardedSlots):
             piece.weight.assign(piece.read())
 
     @staticmethod
-    def _make(variable: Any, entries: int) -> tf.Variable:
+    def _make(variable: Any, layout: Layout, entries: int) -> tf.Variable:
         """Make (n, 1) for a piece of a matrix, (n,) for one of a vector: layer-wise formulas treat vectors apart."""
-        shape = (entries, 1) if len(variable.shape) > 1 else (entries,)
+        shape = (entries,) if layout.is_vector else (entries, 1)
         return tf.Variable(tf.zeros(shape, variable.dtype), trainable=False)
 
     def _all(self) -> Iterator[Piece]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -33,7 +34,9 @@ def init(recipe: str | None, folder: Path | None) -> None:
     files, commands = contents(recipe)
     folder = Path(recipe) if folder is None else folder
     write(folder, files)
-    click.echo(f"{folder}: {', '.join(files)}. Next:\n  cd {folder}\n" + "\n".join(f"  {line}" for line in commands))
+    if os.geteuid():
+        commands = [line for line in commands if "as root" not in line]
+    click.echo("\n  ".join([f"{folder}: {', '.join(files)}. Next:", f"cd {folder}", *commands]))
 
 
 def contents(recipe: str) -> tuple[dict[str, str], list[str]]:
@@ -43,7 +46,7 @@ def contents(recipe: str) -> tuple[dict[str, str], list[str]]:
         raise ConfigError(f"there is no recipe '{recipe}'", where="hvd-train init", fix=fix)
     text = guide.page(recipe)
     lines = [line for block in COMMANDS.findall(text) for line in block.splitlines()]
-    return dict(BLOCK.findall(text)), [line for line in lines if not line.startswith("hvd-train init")]
+    return dict(BLOCK.findall(text)), [line for line in lines if not line.startswith(("hvd-train init ", "cd "))]
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

@@ -307,6 +307,7 @@ x, y, xv, yv = np.zeros((8, 3)), np.zeros((8, 2)), np.zeros((4, 3)), np.zeros((4
 def test_python(tmp_path):
     """All blocks of a page in turn, as in a notebook; the pages in one process, Keras' in another."""
     torch_code, keras_code = [], []
+    (tmp_path / "my_hooks.py").write_text(next(x for x in blocks(PAGES["python-api"], "python") if "class Best" in x))
     for name, text in PAGES.items():
         torch_code.append(BEFORE.get(name, ""))
         for block in blocks(text, "python")[name in SCRIPT_PAGES :]:
@@ -324,6 +325,36 @@ def test_python(tmp_path):
         line = [sys.executable, "blocks.py"]
         run = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
         assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_the_page_of_python_as_shown(tmp_path):
+    """Its file of hooks, its other blocks as one script that starts two ranks, and its hooks from the command line."""
+    blocks_of = blocks(PAGES["python-api"], "python")
+    (hooks,) = (block for block in blocks_of if "class Best" in block)
+    (tmp_path / "my_hooks.py").write_text(hooks)
+    (tmp_path / "page.py").write_text("\n".join(block for block in blocks_of if block != hooks))
+    printed = as_typed(["python", "page.py"], tmp_path)
+    assert "['hello from rank 0 of 2', 'hello from rank 1 of 2']\n" in printed
+    (block,) = blocks(PAGES["python-api"], "yaml")
+    (tmp_path / "job.yaml").write_text(block)
+    printed = as_typed(
+        ["hvd-train", "fit", "-c", "job.yaml", "--set", "max_epochs=9", "--set", "optim.lr=0.1"], tmp_path
+    )
+    assert "good enough" in printed
+
+
+@pytest.mark.long("the page's network of PyTorch runs with the other pages")
+def test_the_network_of_keras_for_samples_of_different_lengths(tmp_path):
+    code, network = blocks(PAGES["lengths"], "python")[:2]
+    (tmp_path / "mine.py").write_text(f"{code}\n{network}")
+    (tmp_path / "job.yaml").write_text(
+        blocks(PAGES["lengths"], "yaml")[0].replace("mine:network", "mine:keras_network")
+    )
+    words = ["--set", "framework=tensorflow", "--run-dir", "runs/lengths"]
+    printed = as_typed(["hvd-train", "fit", "-np", "2", "-c", "job.yaml", *words], tmp_path)
+    assert float(re.search(r"^done: .* accuracy ([\d.]+)", printed, re.MULTILINE)[1]) > 0.5
+    for line in ("eval --run-dir runs/lengths --trust", "predict --run-dir runs/lengths --trust -o classes.npy"):
+        as_typed(["hvd-train", *line.split()], tmp_path)
 
 
 def test_the_command():

@@ -10,10 +10,13 @@ import signal
 from collections.abc import Iterable, Sequence
 
 
-def printable(text: str) -> str:
-    """Escape control characters, so that text of a file or a user cannot command a terminal."""
+def printable(text: str, one_line: bool = False) -> str:
+    """Escape control characters, so that text of a file or a user cannot command a terminal.
+
+    ``one_line``: line breaks as well, in a name that must not look like a line of ours.
+    """
     # An escape sequence in a file name or a YAML value could move the cursor or set the title of the window.
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+    return "".join(c if c.isprintable() or (c in "\n\t" and not one_line) else "?" for c in text)
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -45,7 +48,8 @@ class TrainError(Exception):
         self.what, self.where, self.fix, self.common, self.ranks = what, where, fix, common, tuple(ranks)
 
     def __str__(self) -> str:
-        return printable("; ".join(part for part in (self.what, self.where, self.fix) if part))
+        where = printable(self.where, one_line=True)
+        return printable("; ".join(part for part in (self.what, where, self.fix) if part))
 
 
 class ConfigError(TrainError):

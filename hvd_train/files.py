@@ -120,6 +120,35 @@ def write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         raise
 
 
+def opened(path: Path, most: int | None = None) -> io.BufferedReader:
+    """Open a plain file of at most ``most`` bytes to read. Raises OSError for anything else.
+
+    The opening of a pipe waits for ever, and a device has no end: who reads another user's folder must not trust names.
+    """
+    # Twice: opening a device may do something, and what lies there may be another file when it is opened.
+    _check_plain(path, os.stat(path), most)
+    stream = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")  # noqa: SIM115
+    try:
+        _check_plain(path, os.fstat(stream.fileno()), most)
+    except OSError:
+        stream.close()
+        raise
+    return stream
+
+
+def content(path: Path, most: int | None = None) -> bytes:
+    """Return the bytes of a plain file, as ``opened`` takes it."""
+    with opened(path, most) as stream:
+        return stream.read()
+
+
+def _check_plain(path: Path, status: os.stat_result, most: int | None) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    if most is not None and status.st_size > most:
+        raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes; {most:,} are the most", str(path))
+
+
 def appended(path: Path) -> io.FileIO:
     """Open a file to add to, without a buffer; one that is missing is made.
 

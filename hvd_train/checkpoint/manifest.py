@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hvd_train import protocol
+from hvd_train import files, protocol
 from hvd_train.errors import CheckpointError
 from hvd_train.protocol import Sample
 
@@ -192,7 +192,7 @@ def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
             raise CheckpointError("is a symbolic link", where=str(path))
         if file.stat().st_size > MAX_BYTES:
             raise CheckpointError(f"has {file.stat().st_size:,} bytes, which no manifest has", where=str(file))
-        content = file.read_bytes()
+        content = files.content(file, MAX_BYTES)
         raw = json.loads(content, object_pairs_hook=_unique)
         if isinstance(raw, dict) and raw.get("format", FORMAT) not in (PLAIN_FORMAT, FORMAT):
             number = json.dumps(raw["format"])[:20]

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from hvd_train import faults
+from hvd_train import faults, files
 from hvd_train.checkpoint.arrays import packed, unpack
 from hvd_train.checkpoint.comparable import Measure
 from hvd_train.checkpoint.manifest import MANIFEST, NAME, Progress, encode, read
@@ -134,10 +134,10 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
     temporary = folder / f"{final.name}.tmp-{secrets.token_hex(4)}"
     try:
         temporary.mkdir(0o700, parents=True)  # weights are nobody else's, also in /dev/shm
-        files: dict[str, dict[str, Any]] = {}
+        entries: dict[str, dict[str, Any]] = {}
         for part, tree in parts.items():
             faults.at("write")
-            entry = files[f"{part}.safetensors"] = {"bytes": 0, "sha256": ""}
+            entry = entries[f"{part}.safetensors"] = {"bytes": 0, "sha256": ""}
             write(temporary / f"{part}.safetensors", _noted(packed(tree), entry, moved))
             moved()
         # The manifest comes last: it holds sizes and hashes of the files.
@@ -147,7 +147,7 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
             "consumed": snapshot.consumed,
             "ranks": len(snapshot.local),
             "meta": snapshot.meta,
-            "files": files,
+            "files": entries,
         }
         faults.at("manifest")
         write(temporary / MANIFEST, [encode(manifest)])
@@ -210,10 +210,10 @@ def load(path: Path, model_only: bool = False) -> Snapshot:
                 raise CheckpointError(f"has {file.stat().st_size:,} of {entry.bytes:,} bytes", where=str(file))
             needed = name == "weights.safetensors" or not model_only
             if needed:
-                content = file.read_bytes()
+                content = files.content(file, entry.bytes)
                 digest = hashlib.sha256(content).hexdigest()
             else:
-                with file.open("rb") as stream:
+                with files.opened(file, entry.bytes) as stream:
                     digest = hashlib.file_digest(stream, "sha256").hexdigest()
             # Before the bytes are parsed: no parser sees what nobody wrote.
             if digest != entry.sha256:

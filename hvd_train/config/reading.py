@@ -94,6 +94,15 @@ def _read(path: Path, lines: dict[Path_, str], problems: list[str]) -> dict[str,
     return data
 
 
+def plain(text: str, file: str) -> Any:
+    """Return the data of a YAML text that another wrote: no aliases, no more of anything than a configuration has.
+
+    Raises ConfigError, ValueError, RecursionError and YAMLError.
+    """
+    _check_size(text, file)
+    return yaml.load(text, Loader)  # a safe one
+
+
 def _check_size(text: str, file: str) -> None:
     """Refuse what no configuration holds before it is built: some of it would take minutes or overflow the stack."""
     try:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hvd_train import files
 from hvd_train.checkpoint import resume_rules, store
 from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.checkpoint.resume_rules import data_facts
@@ -104,7 +105,7 @@ def find_checkpoint(
 def saved_vocabulary(run_dir: Path) -> str:
     """Read the run's vocabulary, as JSON; empty if the run has none, or is of an older version."""
     try:
-        text = (run_dir / layout.VOCABULARY).read_text(encoding="utf-8")
+        text = files.content(run_dir / layout.VOCABULARY).decode("utf-8")
         json.loads(text)
     except FileNotFoundError:
         return ""

@@ -67,7 +67,7 @@ class BackupBeside(keras.callbacks.Callback):
         if self._world.rank or not self._path.exists():
             return b""
         try:
-            data = self._path.read_bytes()
+            data = files.content(self._path)
             arrays.unpack(data)  # only to check it, before the other ranks get it
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"it cannot be read: {error}", where=str(self._path), fix="remove it") from error

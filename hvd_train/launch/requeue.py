@@ -15,8 +15,9 @@ from pathlib import Path
 
 from hvd_train import files
 from hvd_train.checkpoint import store
-from hvd_train.errors import CommunicationError, Interrupted
+from hvd_train.errors import CheckpointError, CommunicationError, Interrupted
 from hvd_train.launch.launchers.base import FATAL
+from hvd_train.run_folder import reading
 from hvd_train.run_folder.layout import REQUEUED
 
 SAVED = Interrupted.exit_code  # of the ranks
@@ -59,9 +60,9 @@ def requeue(code: int, times: int, run_dir: Path | None) -> int:
 def _before(path: Path, job: str) -> int:
     """Return the step at which the job was started again last time; 0 if none was saved then."""
     try:
-        last = json.loads(path.read_bytes())
+        last = reading.json_object(path)
         return int(last["step"]) if last["job"] == job else 0
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, CheckpointError, ValueError, KeyError, TypeError):
         return 0
 
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_train.errors import CheckpointError
+from hvd_train.errors import CheckpointError, amount, printable
 from hvd_train.run_folder import jsonl
+from hvd_train.run_folder.reading import number
+from hvd_train.run_folder.terminal import warn
 
 
 def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list[int], list[float]]:
@@ -15,7 +17,7 @@ def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list
     # A training line covers the samples since the last one. An evaluation is of all samples: the last one counts.
     sums: dict[int, tuple[float, float]] = {}
     for row in rows:
-        if row["event"] == event and _is_number(row.get(value)) and _is_number(row.get("samples")):
+        if row["event"] == event and number(row.get(value)) and number(row.get("samples")):
             total, count = sums.get(row["epoch"], (0.0, 0.0)) if event == "train" else (0.0, 0.0)
             sums[row["epoch"]] = (total + row[value] * row["samples"], count + row["samples"])
     return list(sums), [total / max(count, 1) for total, count in sums.values()]
@@ -23,13 +25,13 @@ def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list
 
 def steps(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list[int], list[float]]:
     """Return (last step of each line, its ``value``)."""
-    points = [(row["step"], row[value]) for row in rows if row["event"] == event and _is_number(row.get(value))]
-    return [step for step, _ in points], [number for _, number in points]
+    points = [(row["step"], row[value]) for row in rows if row["event"] == event and number(row.get(value))]
+    return [step for step, _ in points], [x for _, x in points]
 
 
-def _is_number(value: object) -> bool:
-    """False for the null loss of an evaluation without samples, and for a damaged line."""
-    return isinstance(value, int | float)
+def _label(name: str) -> str:
+    """Return a name as matplotlib shows it: not as a formula, nor hidden for its first character."""
+    return " " * name.startswith("_") + printable(name, one_line=True).replace("$", r"\$")
 
 
 BY = {"epoch": epochs, "step": steps}
@@ -42,7 +44,12 @@ def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
     """Draw loss and metrics of all runs, by epoch or by line of the log; training dashed, validation solid."""
     from matplotlib.ticker import MaxNLocator
 
-    runs = [(run_dir.name, jsonl.read(run_dir)[0]) for run_dir in run_dirs]
+    runs = []
+    for run_dir in run_dirs:
+        rows, damaged = jsonl.read(run_dir)
+        runs.append((_label(run_dir.name), rows))
+        if damaged:
+            warn(f"{amount(damaged, 'damaged line')} of {run_dir / jsonl.NAME} left out")
     # All other keys of an evaluation are metrics.
     fixed = ("event", "epoch", "step", "samples", "lr", "samples_per_second")
     lines = [row for _, rows in runs for row in rows if row["event"] == "val"]
@@ -61,7 +68,7 @@ def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
             for event, style in (("train", "--"), ("val", "-")):
                 axis.plot(*BY[by](rows, event, value), style, label=f"{name}, {event}", **line)
     for axis, value in zip(axes, names, strict=True):
-        axis.set(xlabel=by, ylabel=value)
+        axis.set(xlabel=by, ylabel=_label(value))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)

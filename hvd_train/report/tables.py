@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import textwrap
@@ -10,14 +9,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_train.errors import CheckpointError, ConfigError
+from hvd_train.errors import CheckpointError, ConfigError, printable
+from hvd_train.run_folder import reading
 from hvd_train.run_folder.terminal import on_terminal
 
 SHOWN = {"framework": str, "model": str, "world_size": int, "epochs": int, "steps": int, "samples_per_second": float}
+LONG = 1e15  # a number that would fill the line
+
+
+def cell(value: float, form: str = ".4f") -> str:
+    """Format a number, one that would be too long as a power of ten."""
+    return format(value, form if abs(value) < LONG else ".4g")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table as text; on a pipe one line per row, so that grep and cut work."""
+    """Return a table as text; on a pipe one line per row, so that grep and cut work.
+
+    What a cell holds beyond printable characters is escaped: it may be of another user's file.
+    """
+    rows = [[printable(str(value), one_line=True) for value in row] for row in rows]
+    header = [printable(name, one_line=True) for name in header]
     if on_terminal():
         from rich.console import Console
         from rich.table import Table
@@ -56,16 +67,18 @@ def summary(run_dir: Path) -> dict[str, Any]:
     """Read ``summary.json`` of a finished run. Raises ConfigError for no folder, and CheckpointError."""
     path = run_dir / "summary.json"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return {**values, **{name: kind(values[name]) for name, kind in SHOWN.items()}}
+        values = reading.json_object(path)
     except FileNotFoundError as error:
         if not run_dir.is_dir():
             raise ConfigError("there is no such run folder", where=str(run_dir)) from error
         raise CheckpointError("holds no finished run", where=str(run_dir)) from error
-    except (KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError("is damaged: it is not the summary of a run", where=str(path)) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be read: {str(error).splitlines()[0]}", where=str(path)) from error
+    numbers = {name: float(values[name]) for name in SHOWN if type(values.get(name)) is int and SHOWN[name] is float}
+    values |= numbers
+    wrong = [name for name, kind in SHOWN.items() if type(values.get(name)) is not kind]
+    if wrong:
+        what = f"is damaged: it is not the summary of a run ({', '.join(wrong)})"
+        raise CheckpointError(what, where=str(path))
+    return values
 
 
 def side_by_side(run_dirs: Sequence[Path]) -> str:
@@ -77,6 +90,6 @@ def side_by_side(run_dirs: Sequence[Path]) -> str:
     rows = []
     for run_dir, run in zip(run_dirs, runs, strict=True):
         row = [str(run_dir), *(run[key] for key in ("framework", "model", "world_size", "epochs", "steps"))]
-        row += [f"{run[key]:.4f}" if isinstance(run.get(key), int | float) else "-" for key in metrics]
-        rows.append([*row, f"{run['samples_per_second']:,.0f}"])
+        row += [cell(run[key]) if reading.number(run.get(key)) else "-" for key in metrics]
+        rows.append([*row, cell(run["samples_per_second"], ",.0f")])
     return table(header, rows)

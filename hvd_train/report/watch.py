@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -10,15 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from hvd_train.errors import CheckpointError, ConfigError, printable
+from hvd_train.errors import CheckpointError, ConfigError, amount, printable
 from hvd_train.report.braille import Canvas
 from hvd_train.report.plots import steps
-from hvd_train.run_folder import jsonl, lock
+from hvd_train.report.tables import cell
+from hvd_train.run_folder import jsonl, layout, lock, reading
 
 FIXED = ("event", "epoch", "step", "samples", "lr", "samples_per_second")  # other names of a line are metrics
 EVENTS = ("train", "val")
+CONFIG = "config.yaml"
 CURVE_ROWS, MOST_CURVES = 8, 4
 # A run that restarts after a lost rank leaves its folder until its ranks have loaded the framework again.
 GRACE_SECONDS = {"free": 30.0, "dead": 60.0}
@@ -32,15 +31,10 @@ class WatchedRun:
             raise ConfigError("there is no such run folder", where=str(run_dir))
         self.run_dir = run_dir
         self.rows: list[dict[str, Any]] = []
-        self.config = self._yaml("config.yaml")
+        self.config = reading.yaml_object(run_dir / CONFIG)
+        self.damaged, self._failure = 0, ""  # lines that are left out; why there are none
         self._stamp: tuple[int, ...] = ()
         self._ended_since: tuple[str, float] | None = None
-
-    def _yaml(self, name: str) -> dict[str, Any]:
-        with suppress(OSError, yaml.YAMLError, RecursionError):
-            read = yaml.safe_load((self.run_dir / name).read_text(encoding="utf-8"))
-            return read if isinstance(read, dict) else {}
-        return {}
 
     def update(self) -> bool:
         """Read what is new; return whether there was any."""
@@ -51,11 +45,13 @@ class WatchedRun:
         stamp = status.st_ino, status.st_size, status.st_mtime_ns
         if stamp == self._stamp:
             return False
-        with suppress(CheckpointError):  # removed just now, or the file system does not answer
-            self.rows, self._stamp = jsonl.read(self.run_dir)[0], stamp
-            self.config = self.config or self._yaml("config.yaml")
-            return True
-        return False
+        try:
+            (self.rows, self.damaged), self._stamp, self._failure = jsonl.read(self.run_dir), stamp, ""
+        except CheckpointError as error:  # removed just now, or the file system does not answer, or no file of a run
+            self._failure = error.what
+            return False
+        self.config = self.config or reading.yaml_object(self.run_dir / CONFIG)
+        return True
 
     def end(self) -> str:
         """Return how the run ended, or an empty text as long as it goes on."""
@@ -82,13 +78,16 @@ class WatchedRun:
 
     def _finished(self) -> str:
         """Return the result in words, where the summary is of the run's last step."""
-        with suppress(OSError, ValueError, RecursionError):
-            summary = json.loads((self.run_dir / "summary.json").read_bytes())
-            if lock.state(self.run_dir) == "free" and summary["steps"] >= (self.rows[-1]["step"] if self.rows else 0):
+        with suppress(OSError, CheckpointError):
+            summary = reading.json_object(self.run_dir / layout.SUMMARY)
+            steps, at = summary.get("steps"), summary.get("paused_at")
+            last = self.rows[-1]["step"] if self.rows else 0
+            if lock.state(self.run_dir) == "free" and reading.number(steps) and steps >= last:
                 numbers = {name: x for name, x in summary.items() if name.startswith("val_") and name != "val_samples"}
-                listed = ", ".join(f"{n.replace('_', ' ')} {x:.4f}" for n, x in numbers.items() if _number(x))
-                at = summary.get("paused_at")
-                return f"left after epoch {at}: {listed}" if at else f"done: {listed or 'no evaluation'}"
+                rows = [(n.replace("_", " "), cell(x)) for n, x in numbers.items() if reading.number(x)]
+                listed = printable(", ".join(map(" ".join, rows)), one_line=True)
+                left = reading.number(at) and at
+                return f"left after epoch {at}: {listed}" if left else f"done: {listed or 'no evaluation'}"
         return ""
 
     def metrics(self) -> list[str]:
@@ -100,25 +99,28 @@ class WatchedRun:
         model = self.config.get("model")
         name = model.get("name") if isinstance(model, dict) else None
         words = [str(x) for x in (self.config.get("framework"), name) if x]
-        return printable(": ".join(filter(None, [str(self.run_dir), ", ".join(words)])))
+        return printable(": ".join(filter(None, [str(self.run_dir), ", ".join(words)])), one_line=True)
 
     def place(self) -> str:
         """Describe the last line of the log."""
         row = next((row for row in reversed(self.rows) if row["event"] in EVENTS), None)
         if row is None:
-            return "no line of the log yet"
+            return f"{jsonl.NAME} {self._failure}" if self._failure else "no line of the log yet"
         epochs, most = self.config.get("max_epochs"), self.config.get("max_steps")
-        words = [f"epoch {row['epoch']}" + (f"/{epochs}" if epochs else "")]
-        words.append(f"step {row['step']:,}" + (f" of at most {most:,}" if isinstance(most, int) else ""))
-        if _number(row.get("samples_per_second")):
-            words.append(f"{row['samples_per_second']:,.0f} samples/s")
-        if _number(row.get("lr")):
+        words = [f"epoch {row['epoch']}" + (f"/{epochs}" if _small(epochs) else "")]
+        words.append(f"step {row['step']:,}" + (f" of at most {most:,}" if _small(most) else ""))
+        if reading.number(row.get("samples_per_second")):
+            words.append(f"{cell(row['samples_per_second'], ',.0f')} samples/s")
+        if reading.number(row.get("lr")):
             words.append(f"lr {row['lr']:.3g}")
+        if self.damaged:
+            words.append(f"{amount(self.damaged, 'damaged line')} left out")
         return ", ".join(words)
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _small(value: object) -> bool:
+    """Return whether a value of the configuration is a count that a run can have."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 63
 
 
 def frame(run: WatchedRun, width: int, height: int) -> str:
@@ -134,7 +136,7 @@ def curve(run: WatchedRun, name: str, width: int) -> list[str]:
     """Return the curve of a metric over steps: training as dots, validation as a line."""
     series = {event: [*zip(*steps(run.rows, event, name), strict=True)] for event in EVENTS}
     shown = [f"{event} {points[-1][1]:.4g}" for event, points in series.items() if points]
-    title = f"{printable(name)}: {', '.join(shown) or 'no number yet'}"
+    title = f"{printable(name, one_line=True)}: {', '.join(shown) or 'no number yet'}"
     points = [*series["train"], *series["val"]]
     if not points:
         return [title]
@@ -154,5 +156,6 @@ def news(run: WatchedRun, shown: int) -> Iterator[str]:
     """Yield a line for each evaluation among the rows from number ``shown`` on."""
     for row in run.rows[shown:]:
         if row["event"] == "val":
-            listed = (f"{name} {row[name]:.4f}" for name in row if name not in FIXED and _number(row[name]))
-            yield printable(f"epoch {row['epoch']}, step {row['step']:,}: validation {', '.join(listed)}")
+            listed = (f"{name} {cell(row[name])}" for name in row if name not in FIXED and reading.number(row[name]))
+            text = f"epoch {row['epoch']}, step {row['step']:,}: validation {', '.join(listed)}"
+            yield printable(text, one_line=True)

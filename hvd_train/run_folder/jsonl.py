@@ -66,7 +66,7 @@ def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
     """
     path, rows, damaged = run_dir / NAME, [], 0
     try:
-        with reading.opened(path, MAX_BYTES) as stream:
+        with files.opened(path, MAX_BYTES) as stream:
             while line := stream.readline(MAX_LINE_BYTES):
                 row = _row(line)
                 if row is not None:

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hvd_train import files
 from hvd_train.errors import CheckpointError
 
-NAME = "lock"
+NAME, MAX_BYTES = "lock", 1 << 16
 BEAT_SECONDS, OLD_SECONDS = 30.0, 600.0
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 Text = Annotated[str, Field(max_length=200)]
@@ -213,7 +213,7 @@ class Lock:
 def _read(path: Path) -> Holder | None:
     """Read a lock; None: there is none. One that cannot be parsed has an unknown holder; raises OSError."""
     try:
-        return Holder.model_validate_json(path.read_bytes())
+        return Holder.model_validate_json(files.content(path, MAX_BYTES))
     except FileNotFoundError:
         return None
     except ValidationError:

@@ -5,51 +5,30 @@ Everything that reads a run which this process does not train goes through here.
 
 from __future__ import annotations
 
-import io
 import json
-import math
-import os
-import stat
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from hvd_train.errors import CheckpointError
+import yaml
+
+from hvd_train import files
+from hvd_train.config.reading import plain
+from hvd_train.errors import CheckpointError, ConfigError
 
 MAX_BYTES = 4 << 20  # of summary.json, config.yaml and the like
 MAX_DIGITS = 18  # of a whole number: 64 bits
+LARGEST = 1e300  # of a number: differences of two are finite
 
 
 def content(path: Path, most: int = MAX_BYTES) -> bytes:
-    """Return the bytes of a file. Raises FileNotFoundError, and CheckpointError for what is no file or has too many."""
-    with opened(path, most) as stream:
-        return stream.read(most + 1)
-
-
-def opened(path: Path, most: int) -> io.BufferedReader:
-    """Open a plain file of at most ``most`` bytes; the opening of a pipe or a device would wait, or have no end."""
+    """Return the bytes of a file. Raises FileNotFoundError and CheckpointError."""
     try:
-        # Twice: opening a device may do something, and what lies there may be another file when it is opened.
-        _check(path, os.stat(path), most)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        stream = open(descriptor, "rb")  # noqa: SIM115
-        try:
-            _check(path, os.fstat(descriptor), most)
-        except CheckpointError:
-            stream.close()
-            raise
+        return files.content(path, most)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    return stream
-
-
-def _check(path: Path, status: os.stat_result, most: int) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError("is no plain file", where=str(path), fix="take it away")
-    if status.st_size > most:
-        what = f"has {status.st_size:,} bytes; {most:,} are the most"
-        raise CheckpointError(what, where=str(path), fix="take it away")
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -58,6 +37,19 @@ def json_object(path: Path) -> dict[str, Any]:
         return parsed(content(path))
     except ValueError as error:
         raise CheckpointError(f"is damaged: {error}", where=str(path)) from error
+
+
+def yaml_object(path: Path) -> dict[str, Any]:
+    """Return the keys of a YAML file; {} where there is none, or none that can be read."""
+    with suppress(OSError, CheckpointError, ConfigError, yaml.YAMLError, ValueError, RecursionError):
+        read = plain(content(path).decode("utf-8"), str(path))
+        return read if isinstance(read, dict) else {}
+    return {}
+
+
+def number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value of JSON is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def parsed(text: bytes) -> dict[str, Any]:
@@ -79,4 +71,4 @@ def _whole(digits: str) -> int:
 
 def _finite(digits: str) -> float | None:
     number = float(digits)
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None

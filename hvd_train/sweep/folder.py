@@ -14,7 +14,9 @@ from typing import Any
 
 from hvd_train.config import digest, load_config, resolved_yaml
 from hvd_train.errors import CheckpointError, ConfigError
+from hvd_train.files import content as content_of
 from hvd_train.files import put
+from hvd_train.run_folder import reading
 from hvd_train.sweep.plan import Trial
 from hvd_train.sweep.rungs import Rung
 
@@ -57,7 +59,7 @@ def begin(sweep: Sweep, resume: bool) -> None:
         content["repeats"] = list(sweep.repeats)
     try:
         if resume:
-            if json.loads(path.read_bytes()) != json.loads(json.dumps(content)):
+            if json.loads(content_of(path)) != json.loads(json.dumps(content)):
                 fix = "give the same configuration and parameters, or another --run-dir"
                 raise ConfigError("the folder holds another sweep", where=str(path), fix=fix)
             for trial in survivors(sweep)[1]:
@@ -82,7 +84,7 @@ def load(folder: Path) -> Sweep:
     """Read the sweep of a folder. The folder may have been moved."""
     path = folder / PLAN
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(content_of(path))
         trials = []
         for number, one in enumerate(content["trials"]):
             run_dir = folder / f"trial-{number:03d}"
@@ -115,10 +117,7 @@ def state(sweep: Sweep, trial: Trial) -> State:
 
 def _object(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises OSError and ValueError."""
-    content = json.loads(path.read_bytes())
-    if not isinstance(content, dict):
-        raise ValueError("not a JSON object")
-    return content
+    return reading.parsed(content_of(path))
 
 
 def fail(trial: Trial, error: str, code: int) -> None:
@@ -143,5 +142,5 @@ def decide_rung(sweep: Sweep, trials: Sequence[Trial]) -> None:
 def _decided(sweep: Sweep) -> list[list[int]]:
     """Read the numbers of the trials that continue, for each rung that has ended."""
     with suppress(OSError, ValueError):
-        return json.loads((sweep.folder / DECIDED).read_bytes())
+        return json.loads(content_of(sweep.folder / DECIDED))
     return []

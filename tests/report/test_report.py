@@ -62,9 +62,12 @@ def test_runs_side_by_side(tmp_path):
     ("make", "words"),
     [
         (lambda path: path.mkdir(), "holds no finished run"),
-        (lambda path: (path.mkdir(), (path / "summary.json").write_text("{")), "cannot be read"),
-        (lambda path: (path.mkdir(), (path / "summary.json").write_text("[3]")), "is damaged: it is not the summary"),
-        (lambda path: write(path, summary=SUMMARY | {"steps": "x"}), "cannot be read"),
+        (lambda path: (path.mkdir(), (path / "summary.json").write_text("{")), "is damaged: no JSON"),
+        (lambda path: (path.mkdir(), (path / "summary.json").write_text("[3]")), "is damaged: it holds no object"),
+        (
+            lambda path: write(path, summary=SUMMARY | {"steps": "x"}),
+            r"is damaged: it is not the summary of a run \(steps\)",
+        ),
         (lambda path: write(path, summary={"framework": "pytorch"}), "is damaged: it is not the summary of a run"),
     ],
 )

@@ -16,6 +16,7 @@ import pytest
 
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.run_folder import layout, lock
+from hvd_train.run_folder import lock as lock_module
 from hvd_train.run_folder.lock import Lock
 from tests.limits import SECONDS
 
@@ -176,7 +177,7 @@ def test_the_holder_shows_that_it_lives_and_notices_a_loss(tmp_path, monkeypatch
 def test_a_lock_that_cannot_be_read_is_not_taken_over(tmp_path, monkeypatch, number):
     """Only a lock that can be read and is another's is one; at the start, the error is told as what it is."""
     with Lock(tmp_path) as lock, monkeypatch.context() as patched:
-        patched.setattr(Path, "read_bytes", broken(number))
+        patched.setattr(lock_module.files, "content", broken(number))
         lock.check()
         with pytest.raises(CheckpointError, match=f"the run folder cannot be written: {os.strerror(number)}"):
             Lock(tmp_path).__enter__()
@@ -184,10 +185,10 @@ def test_a_lock_that_cannot_be_read_is_not_taken_over(tmp_path, monkeypatch, num
 
 
 def broken(number):
-    def read_bytes(path):
+    def content(path, most):
         raise OSError(number, os.strerror(number))
 
-    return read_bytes
+    return content
 
 
 def test_a_run_folder_that_was_removed_is_told_as_that(tmp_path):

@@ -29,13 +29,16 @@ class TrackedRun:
     def old_id(self, tracker: str) -> str | None:
         """Return the name that ``tracker`` gave this run when it began; None: it begins now."""
         try:
-            return (self.folder / f"{tracker}.id").read_text().strip() or None
+            return files.content(self.folder / f"{tracker}.id", MAX_ID_BYTES).decode().strip() or None
         except FileNotFoundError:
             return None
 
     def keep_id(self, tracker: str, name: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         files.put(self.folder / f"{tracker}.id", name.encode())
+
+
+MAX_ID_BYTES = 4096
 
 
 class Tracker:

@@ -23,10 +23,11 @@ def compare(run_dirs: tuple[Path, ...], output: Path | None, by: str) -> None:
     hvd-train compare runs/a runs/b -o curves.png --by step   each line of the log (log_every_n_steps)
     """
     from hvd_train.report.tables import side_by_side
+    from hvd_train.run_folder.terminal import say
 
     click.echo(side_by_side(run_dirs))
     if output is not None:
         from hvd_train.report.plots import curves
 
         curves(run_dirs, output, by)
-        click.echo(f"curves: {output}")
+        say(f"curves: {output}")

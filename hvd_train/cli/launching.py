@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hvd_train.errors import ConfigError
+from hvd_train.run_folder.terminal import say
 
 if TYPE_CHECKING:
     from hvd_train.config import Config
@@ -63,7 +64,7 @@ def note_refusal(config: Config, resume: str | None, overwrite: bool) -> None:
     try:
         check_run_folder(config, resume, overwrite)
     except ConfigError as error:
-        print(f"note: this would be refused: {error}", file=sys.stderr)
+        say(f"note: this would be refused: {error}", err=True)
 
 
 def open_rendezvous() -> None:

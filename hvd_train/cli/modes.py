@@ -10,6 +10,7 @@ import click
 from hvd_train.cli import options
 from hvd_train.cli.launching import open_rendezvous, rank_words
 from hvd_train.errors import ConfigError
+from hvd_train.run_folder.terminal import say
 
 
 @click.command()
@@ -103,7 +104,7 @@ def modes(
 
 
 def _report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line, err=True)
 
 
 @click.command(hidden=True)

@@ -54,6 +54,8 @@ def guard(*silent: str) -> None:
             raw = _Guarded(stream.fileno(), "wb", closefd=False)
             unbuffered = isinstance(stream.buffer, io.FileIO)  # python -u
             kept = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+            # A name that the encoding does not know (PYTHONIOENCODING=ascii) must not end a run that is done.
+            kept["errors"] = "backslashreplace"
             buffer: Any = raw if unbuffered else io.BufferedWriter(raw)
             setattr(sys, name, io.TextIOWrapper(buffer, **kept))
         raw.silent = name in silent

@@ -13,6 +13,7 @@ from hvd_train.errors import ConfigError, amount
 from hvd_train.frontends.serial import Serial
 from hvd_train.jobs.job import Job
 from hvd_train.protocol import Communicator, Compressor, FrontEnd, Placement, Update
+from hvd_train.run_folder.terminal import say
 from hvd_train.update import auto, make_update
 from hvd_train.update.clip import Clip
 from hvd_train.update.ema import ExponentialMean
@@ -62,7 +63,7 @@ def _connect(job: Job, compression: str, user_hooks: bool, epoch: int) -> tuple[
         compression, seconds = auto.choose(specs, frontend.packing, compressor, groups.data, frontend.ops)
         if groups.world.rank == 0 and seconds:
             listed = ", ".join(f"{name} {1000 * s:,.1f} ms" for name, s in seconds.items())
-            print(f"exchange.compression: auto takes {compression} (an exchange: {listed})", flush=True)
+            say(f"exchange.compression: auto takes {compression} (an exchange: {listed})")
 
     def build(over: Communicator, kind: Callable[..., Exchange] = Exchange) -> Exchange:
         return kind(

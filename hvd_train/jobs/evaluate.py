@@ -11,6 +11,7 @@ from hvd_train.core.summary import numbers
 from hvd_train.jobs.confusion import confusion, names_of, show
 from hvd_train.jobs.mistakes import check_images, mistakes, show_mistakes
 from hvd_train.jobs.trained_run import trained_job
+from hvd_train.run_folder.terminal import say
 
 
 def evaluate(
@@ -33,13 +34,13 @@ def evaluate(
         # Sums and counts are added over ranks, so the split may be divided unevenly.
         result = evaluate_batches(job.frontend, job.loader(job.split).evaluation())
         if job.communicator.rank == 0:
-            print(json.dumps({"split": job.split, **numbers(result)}), flush=True)
+            say(json.dumps({"split": job.split, **numbers(result)}))
         if confused:
             counts = confusion(job)
             if job.communicator.rank == 0:
-                print(show(counts, names, confused), flush=True)
+                say(show(counts, names, confused), styled=True)
         if wrong:
             worst = mistakes(job)
             if job.communicator.rank == 0:
-                print(show_mistakes(job, worst, wrong), flush=True)
+                say(show_mistakes(job, worst, wrong), styled=True)
     return 0

@@ -21,6 +21,7 @@ from hvd_train.jobs.trained_run import choose_checkpoint, refuse_foreign
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Sample, one_or_all
 from hvd_train.rank.session import Session
+from hvd_train.run_folder.terminal import say
 
 NATIVE = {framework.format: framework for framework in FRAMEWORKS.values() if framework.format}
 ENDINGS = {to: framework.ending for to, framework in NATIVE.items()}
@@ -77,11 +78,11 @@ def export(
     if _names(trained.sample):
         about = {**trained.about, **{key: json.loads(names) for key, names in _names(trained.sample).items()}}
         _write(names_file, (json.dumps(about, indent=1, ensure_ascii=False) + "\n").encode())
-    print(f"{to}: {output} ({config.model.name}, step {snapshot.step:,}, {len(done.content):,} bytes)")
-    print(f"takes and gives: {_signature(trained, done, framework or FRAMEWORKS[config.framework])}")
+    say(f"{to}: {output} ({config.model.name}, step {snapshot.step:,}, {len(done.content):,} bytes)")
+    say(f"takes and gives: {_signature(trained, done, framework or FRAMEWORKS[config.framework])}")
     if _names(trained.sample):
-        print(f"names of {' and '.join(_names(trained.sample))}: {names_file}")
-    print(f"to load it: {done.load.replace('{path}', repr(str(output)))}", flush=True)
+        say(f"names of {' and '.join(_names(trained.sample))}: {names_file}")
+    say(f"to load it: {done.load.replace('{path}', repr(str(output)))}")
     return 0
 
 

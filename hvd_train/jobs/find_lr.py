@@ -24,6 +24,7 @@ from hvd_train.jobs.connect import connect
 from hvd_train.jobs.job import Job, opened_job
 from hvd_train.report.plots import range_test
 from hvd_train.run_folder.log import NullLog
+from hvd_train.run_folder.terminal import say
 
 MEMORY = 0.9  # of the running mean of losses: of one step they are too noisy to be told apart
 TOO_HIGH = 4.0  # times the lowest loss: training has diverged, and higher rates show nothing
@@ -98,10 +99,10 @@ def find_lr(config: Config, rates: Rates, picture: Path | None, verbose: bool) -
             lines = _lines(tried, means, rate, factor)
             if rate is not None:
                 lines += _of_groups(config.optim, rate / factor)
-            print("\n".join(lines), flush=True)
+            say("\n".join(lines), styled=True)
             if picture:
                 range_test(tried, losses, means, rate, picture)
-                print(f"picture: {picture}", flush=True)
+                say(f"picture: {picture}")
     return 0
 
 

@@ -13,7 +13,7 @@ from hvd_train.core.hooks import Hook, unknown_events
 from hvd_train.core.loop import Trainer
 from hvd_train.data.classes import listing
 from hvd_train.data.dataset import DataSet
-from hvd_train.errors import CheckpointError, amount
+from hvd_train.errors import CheckpointError, amount, printable
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs.job import Job
 from hvd_train.jobs.resume import best_rule
@@ -87,7 +87,10 @@ def _inputs(job: Job) -> str:
 
 def _classes(sample: Sample) -> list[str]:
     """List the names of the classes and their numbers, a line for each label."""
-    rows = {name: [f"{one} {k}" for k, one in enumerate(field.names or ())] for name, field in sample.labels.items()}
+    rows = {
+        name: [f"{printable(one, one_line=True)} {k}" for k, one in enumerate(field.names or ())]
+        for name, field in sample.labels.items()
+    }
     return [f"classes{f' of {name}' * (len(rows) > 1)}: {listing(row)}" for name, row in rows.items() if row]
 
 
@@ -105,7 +108,7 @@ def end(summary: dict[str, Any], config: Config) -> str:
     best = f"; best: {best}" if best else ""
     speed = summary["samples_per_second"]
     speed = f", {speed:,.0f} samples/s" if speed else ""
-    return f"{word}: {result}{speed}{best}; run folder {run_dir}"
+    return f"{word}: {result}{speed}{best}; run folder {printable(str(run_dir), one_line=True)}"
 
 
 def warn_of_events(job: Job, hooks: Sequence[Hook]) -> None:

@@ -12,6 +12,7 @@ from hvd_train.data import catalog, packing
 from hvd_train.data.manifest import summary
 from hvd_train.errors import amount
 from hvd_train.launch.environment import world
+from hvd_train.run_folder.terminal import say
 
 
 def pack(config: Config, folder: Path) -> None:
@@ -22,7 +23,7 @@ def pack(config: Config, folder: Path) -> None:
     manifest = catalog.pack(config.data, config.task, folder, ranks)
     if ranks.rank == 0:
         took = f"{time.monotonic() - began:.1f} s, {amount(ranks.size, 'rank')}"
-        print(f"packed {summary(manifest)}: {folder} ({took})", flush=True)
+        say(f"packed {summary(manifest)}: {folder} ({took})")
 
 
 def check(folder: Path) -> None:
@@ -30,7 +31,7 @@ def check(folder: Path) -> None:
     ranks = _ranks()
     manifest = packing.check(folder, ranks)
     if ranks.rank == 0:
-        print(f"as it was written: {summary(manifest)}: {folder}", flush=True)
+        say(f"as it was written: {summary(manifest)}: {folder}")
 
 
 def _ranks() -> Any:

@@ -16,6 +16,7 @@ from hvd_train.jobs.prediction_files import ArrayFile, ClassTable
 from hvd_train.jobs.trained_run import trained_job
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Batch, Communicator, Field, one_or_all
+from hvd_train.run_folder.terminal import say
 
 
 def check_output(config: Config, output: Path, overwrite: bool) -> None:
@@ -81,7 +82,7 @@ def predict(
             raise
         if communicator.rank == 0:
             listed = ", ".join(str(_file_of(output, name)) for name in files)
-            print(f"{total:,} predictions of the {split} split: {listed}", flush=True)
+            say(f"{total:,} predictions of the {split} split: {listed}")
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from hvd_train.errors import CheckpointError
 from hvd_train.launch import snapshots
 from hvd_train.protocol import Communicator
 from hvd_train.run_folder import layout
-from hvd_train.run_folder.terminal import warn
+from hvd_train.run_folder.terminal import say, warn
 
 
 def resumes(config: Config, communicator: Communicator, resume: str | None) -> bool:
@@ -130,11 +129,7 @@ def data_as_before(
         return data
     if communicator.rank == 0:
         shapes = ", ".join(str(field.shape) for field in data.sample.inputs.values())
-        print(
-            f"note: samples of {shapes} are images, as when the run began (data.images: true)",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"note: samples of {shapes} are images, as when the run began (data.images: true)", err=True)
     as_images = config.data.model_copy(update={"images": True})
     return collectively(communicator, lambda: open_data(as_images, config.task, user_data))
 

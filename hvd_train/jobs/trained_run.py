@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from hvd_train.jobs.job import Job, build_job
 from hvd_train.jobs.resume import best_rule, saved_vocabulary
 from hvd_train.protocol import Field, Sample, one_or_all
 from hvd_train.rank.session import Session
-from hvd_train.run_folder.terminal import warn
+from hvd_train.run_folder.terminal import say, warn
 
 
 def trained_config(
@@ -196,4 +195,4 @@ def _print_notes(job: Job, run: Sample | None, same_data: bool, before: Mapping[
         count = len(job.data.parts["all"])
         lines.append(f"the data are not those of the run: all {count:,} samples are taken (--split takes a part)")
     for line in lines:
-        print(f"note: {line}", file=sys.stderr, flush=True)
+        say(f"note: {line}", err=True)

@@ -18,6 +18,7 @@ from hvd_train.launch.environment import world
 from hvd_train.launch.rendezvous import rank as rendezvous
 from hvd_train.launch.signals import current_listener
 from hvd_train.run_folder import layout
+from hvd_train.run_folder.terminal import say
 
 SPEAK_SECONDS = 3.0  # mpirun takes about a second to end the other ranks
 # For rank 0 to print an error that all ranks have: on a busy machine it may come to it many seconds later than others.
@@ -47,7 +48,7 @@ def print_error(text: str, lines: Sequence[str], code: int, common: bool = False
             return
         if common:
             return
-    print(*lines, sep="\n", file=sys.stderr, flush=True)
+    say("\n".join(lines), err=True)
     if others is not None and same is None:
         others.report_exit(text, code)
 
@@ -73,7 +74,7 @@ def exit_with_error(error: BaseException) -> None:
     if isinstance(error, TrainError):
         print_error(str(error), _lines(error), error.exit_code, error.common)
         exit_rank(error.exit_code)
-    print(f"error{rank_tag()}: {summary}", file=sys.stderr)
+    say(f"error{rank_tag()}: {summary}", err=True)
     traceback.print_exception(error)
     others = rendezvous.current() if rank_tag() else None
     if others is not None:
@@ -111,7 +112,7 @@ def _exit_after_lost(error: LostRankError) -> NoReturn:
     if not (listener and listener.is_watched) and not peers.cause_reported():
         lost = peers.lost()
         line = str(error).replace(SOME_RANK, lost, 1) if lost else str(error)
-        print(f"error{rank_tag()}: {line}", file=sys.stderr)
+        say(f"error{rank_tag()}: {line}", err=True)
     # The launcher reports the code of the rank that ends first. That should be the lost one's, not ours.
     time.sleep(1.0)
     exit_rank(code)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from hvd_train.errors import CheckpointError, CommunicationError, Interrupted
 from hvd_train.launch.launchers.base import FATAL
 from hvd_train.run_folder import reading
 from hvd_train.run_folder.layout import REQUEUED
+from hvd_train.run_folder.terminal import say
 
 SAVED = Interrupted.exit_code  # of the ranks
 # srun returns the code of a rank that a signal ended as 128 + signal.
@@ -68,5 +68,5 @@ def _before(path: Path, job: str) -> int:
 
 def _stay(code: int, why: str) -> int:
     state = "saved, but not started again" if code == SAVED else "not started again"
-    print(f"the job is {state}: {why}", file=sys.stderr)
+    say(f"the job is {state}: {why}", err=True)
     return code

@@ -15,6 +15,7 @@ from hvd_train.launch.host_news import HostNews
 from hvd_train.launch.hosts import Hosts, after, look
 from hvd_train.launch.launchers import NONE, choose, named, startable
 from hvd_train.launch.launchers.base import FATAL, LOST_FIX, Launcher, Layout
+from hvd_train.run_folder.terminal import say
 
 
 def command(
@@ -79,7 +80,7 @@ def start(
         look(hosts)
     line = launcher.command(layout, program)
     if verbose:
-        print(" ".join(line), file=sys.stderr, flush=True)
+        say(" ".join(line), err=True)
     # In an allocation the scheduler's own variables say what ranks of other hosts get.
     env = dict(os.environ) if launcher.in_allocation else environment(layout.hosts)
     if not hosts:

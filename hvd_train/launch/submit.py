@@ -20,6 +20,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.launch.launchers.srun import Srun
 from hvd_train.launch.rendezvous.secret import SECRET
 from hvd_train.launch.signals import JOB_END
+from hvd_train.run_folder.terminal import say
 
 WHERE = "hvd-train submit"
 # Anchored at the beginnings of lines, where no name that the user gave can stand.
@@ -169,7 +170,7 @@ def follow(job: str) -> int:
     while True:
         state, reason, code, output = _state(job)
         if state != last:
-            print(f"job {job}: {state.lower()}{f' ({reason})' if reason else ''}", file=sys.stderr, flush=True)
+            say(f"job {job}: {state.lower()}{f' ({reason})' if reason else ''}", err=True)
             last = state
         with suppress(OSError), output.open("rb") as file:
             file.seek(place)

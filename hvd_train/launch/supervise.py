@@ -12,7 +12,6 @@ process never asks ranks over a network, so a rank that hangs cannot hold it up:
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from hvd_train.launch.spares import Spares
 from hvd_train.launch.status import VARIABLE, StatusTable, supported
 from hvd_train.launch.watchdog import Watchdog
 from hvd_train.run_folder import layout
+from hvd_train.run_folder.terminal import say
 
 IDLE_RESTARTS = 2  # give up after so many restarts in a row that came no further than before
 FINAL = {2, 3, 4, 6}  # exit codes of mistakes, and of a computation that would end in the same way
@@ -81,7 +81,7 @@ def supervise(
         program = spares.program(arguments, num_proc) if spares else []
         line = start.command(num_proc, chosen.name, arguments, "hvd_train", program)
         if verbose:
-            print(" ".join(line), file=sys.stderr, flush=True)
+            say(" ".join(line), err=True)
         attempt = _attempt(line, num_proc, chosen, run_dir, watchdog_s, spares)
         os.environ.pop(faults.VARIABLE, None)  # a fault to try is for the first start alone
         code = _final_code(attempt)
@@ -99,7 +99,7 @@ def supervise(
         left = max(fewest, num_proc - 1)
         on = f" on {amount(left, 'rank')}" if left < num_proc else ""
         num_proc = left
-        print(f"restart {restarts} of {max_restarts}{on}: {_words(attempt.cause)}", file=sys.stderr, flush=True)
+        say(f"restart {restarts} of {max_restarts}{on}: {_words(attempt.cause)}", err=True)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _final_code(attempt: Attempt) -> int | None:
     if cause is None:
         return 0
     if cause.unsaid:  # ranks leave this line to us, so that it is printed once
-        print(cause.what, file=sys.stderr, flush=True)
+        say(cause.what, err=True)
     if len(signals) > 1:
         return 128 + signals[-1]
     # 75 and 130: the ranks have saved after the signal.
@@ -145,7 +145,7 @@ def _final_code(attempt: Attempt) -> int | None:
         if cause.rank is not None:
             return 128 + signals[0]
         if not attempt.step:
-            print(nothing_saved(signals[0]), file=sys.stderr, flush=True)
+            say(nothing_saved(signals[0]), err=True)
         return stopped_code(signals[0])
     return cause.code if cause.code in (75, 130) or cause.code in FINAL else None
 
@@ -156,7 +156,7 @@ def _give_up(cause: Cause, restarts: int, idle: int) -> int:
         fix = f"its stack: {cause.kept}; --resume auto goes on" if cause.kept else FIX
         raise CommunicationError(f"{_who(cause)}{cause.what}{stuck}", where=cause.place, fix=fix)
     if restarts:
-        print(f"given up: {_words(cause)}{stuck or f'; {restarts} restarts'}", file=sys.stderr, flush=True)
+        say(f"given up: {_words(cause)}{stuck or f'; {restarts} restarts'}", err=True)
     return cause.code
 
 

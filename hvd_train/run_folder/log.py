@@ -18,7 +18,7 @@ from hvd_train.run_folder.answering import FileWatch
 from hvd_train.run_folder.jsonl import MetricsFile
 from hvd_train.run_folder.lock import Lock
 from hvd_train.run_folder.tensorboard import Events
-from hvd_train.run_folder.terminal import LongStep, Terminal, on_terminal, warn
+from hvd_train.run_folder.terminal import LongStep, Terminal, on_terminal, say, warn
 from hvd_train.run_folder.trackers.calls import Trackers
 
 PLAIN_SECONDS = 10.0  # between two progress lines where there is no terminal
@@ -55,7 +55,7 @@ class WordLog(NullLog):
     """The messages of rank 0 where nothing may be written."""
 
     def message(self, text: str) -> None:
-        print(text, flush=True)
+        say(text)
 
     def warning(self, text: str) -> None:
         warn(text)
@@ -296,7 +296,7 @@ class RunLog:
         if self._terminal:
             self._terminal.progress(name, done, total, speed())
         else:
-            print(f"{name}: {done:,}/{total:,} samples, {speed():,.0f} samples/s", flush=True)
+            say(f"{name}: {done:,}/{total:,} samples, {speed():,.0f} samples/s")
 
     def epoch_line(
         self,
@@ -336,7 +336,7 @@ class RunLog:
 
     def _print(self, text: str) -> None:
         self._clear()
-        print(text, flush=True)
+        say(text)
 
     def warning(self, text: str) -> None:
         self._clear()

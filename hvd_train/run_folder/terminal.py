@@ -8,6 +8,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
+
+from hvd_train.errors import printable
 
 LONG_SECONDS = 1.0  # after which a terminal shows what is under way
 PLAIN_LONG_SECONDS = 60.0  # between two lines where there is no terminal
@@ -20,8 +23,21 @@ def on_terminal() -> bool:
     return sys.stdout.isatty()
 
 
+def say(text: str, err: bool = False, styled: bool = False, stream: TextIO | None = None) -> None:
+    """Print text that may hold names and values of others, whatever the encoding of the stream.
+
+    Control characters, which could command a terminal, are shown as ``?``; letters that the stream does not know are
+    escaped. A name that cannot be printed must not end a run that is done. ``styled``: the text holds a table, whose
+    cells are printable, and which draws itself on a terminal.
+    """
+    stream = stream or (sys.stderr if err else sys.stdout)
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    text = text if styled else printable(text)
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
 def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    say(f"warning: {text}", err=True)
 
 
 class Terminal:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from hvd_train.core.control_sync import ControlSync
 from hvd_train.core.straggler import Stragglers
 from hvd_train.protocol import Communicator
+from hvd_train.run_folder.terminal import say
 
 
 class SlowRankReport:
@@ -24,7 +24,7 @@ class SlowRankReport:
         if self._communicator.size == 1 or not self._sync.due():
             return
         if self._stragglers.look(self._step, self._sync.sync(self._waited())) and self._communicator.rank == 0:
-            print(f"step {self._step}: {self._stragglers.slow_rank}", file=sys.stderr, flush=True)
+            say(f"step {self._step}: {self._stragglers.slow_rank}", err=True)
 
     def pause(self) -> None:
         """Leave out the time until the next step: an evaluation, a save. On all ranks together."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from hvd_train.errors import ConfigError
 from hvd_train.launch import logged
 from hvd_train.launch import submit as jobs
+from hvd_train.run_folder.terminal import say
 from hvd_train.sweep.folder import CONFIG, LOG, PLAN, Sweep, begin, fail, load, state
 from hvd_train.sweep.plan import Trial
 from hvd_train.sweep.results import finish, left
@@ -77,5 +78,5 @@ def ended(run_dir: Path, code: int) -> int:
         fail(trial, logged.reason(run_dir / LOG, code), code)
     # The last task finds nothing left, and writes the results.
     if not left(sweep):
-        print(finish(sweep))
+        say(finish(sweep), styled=True)
     return code

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from hvd_train.config import resolved_yaml
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.files import put
 from hvd_train.report.tables import table
+from hvd_train.run_folder.terminal import say
 from hvd_train.sweep import repeats
 from hvd_train.sweep.folder import Sweep, state
 from hvd_train.sweep.halving import best_first
@@ -75,9 +75,9 @@ def left(sweep: Sweep) -> int:
 def report(sweep: Sweep, code: int = 0) -> int:
     """Print the results of a sweep, or that ``code`` stopped it; return the exit code."""
     if code:
-        print("stopped; --resume goes on", file=sys.stderr, flush=True)
+        say("stopped; --resume goes on", err=True)
         return code
-    print(finish(sweep), flush=True)
+    say(finish(sweep), styled=True)
     return 5 if left(sweep) else 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from hvd_train.run_folder.terminal import on_terminal
+from hvd_train.run_folder.terminal import on_terminal, say
 from hvd_train.sweep.folder import State, Sweep, state
 from hvd_train.sweep.results import shown
 from hvd_train.sweep.rungs import describe
@@ -26,7 +26,7 @@ def live(sweep: Sweep) -> Iterator[None]:
     # Kept, because a trial in this process redirects sys.stdout to a file.
     out, ended = sys.stdout, threading.Event()
     if len(sweep.rungs) > 1:
-        print(f"rungs: {describe(sweep.rungs)}", flush=True)
+        say(f"rungs: {describe(sweep.rungs)}")
     show = _draw_table if on_terminal() else _print_lines
     before = [_mark(state(sweep, trial)) for trial in sweep.trials]
     thread = threading.Thread(target=show, args=(sweep, before, ended, out), daemon=True)
@@ -56,7 +56,7 @@ def _print_lines(sweep: Sweep, before: list[tuple[bool, int]], ended: threading.
                 value = one.summary.get(monitor)
                 result = f"{monitor} {value:.4f}" if value is not None else one.error or f"no value of {monitor}"
                 word = one.word if one.word in ("done", "failed") else f"epoch {one.summary['paused_at']}"
-                print(f"{trial.name} ({trial.description}): {word}, {result}", file=out, flush=True)
+                say(f"{trial.name} ({trial.description}): {word}, {result}", stream=out)
 
 
 def _draw_table(sweep: Sweep, before: list[tuple[bool, int]], ended: threading.Event, out: TextIO) -> None:

@@ -19,6 +19,7 @@ from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.launch.environment import world
 from hvd_train.launch.start import launch
 from hvd_train.report.tables import table
+from hvd_train.run_folder.terminal import say
 from hvd_train.verify.difference import TOLERANCE, Row, Runs, findings, rows
 from hvd_train.verify.page import Curves, write
 from hvd_train.verify.record import Record
@@ -75,7 +76,7 @@ def verify(
                     (folder / f"{name}.yaml").write_text(
                         resolved_yaml(one if size > 1 else one.without_stages().on_one_device()), encoding="utf-8"
                     )
-                print(f"{_title(framework, size)}: {steps} steps ...", flush=True)
+                say(f"{_title(framework, size)}: {steps} steps ...")
                 code = launch(size, launcher, ["record", str(folder)], verbose, module)
                 if code:
                     return code
@@ -85,7 +86,7 @@ def verify(
         f"{config.model.name} on {config.data.name}, {config.optim.name}, {amount(steps, 'step')}, "
         f"global batch {config.global_batch(config.replicas(num_proc))}"
     )
-    print("\n".join(text(head, notes, comparisons, config.precision)), flush=True)
+    say("\n".join(text(head, notes, comparisons, config.precision)), styled=True)
     if report is not None:
         curves = {
             runs.title: (runs.training.losses, native.losses if native else None) for runs, native in worlds.values()
@@ -191,7 +192,7 @@ def report_page(
 ) -> None:
     sections = [(c.title, cells(c), c.findings) for c in comparisons]
     write(path, head, [*notes, REASON], sections, curves, precision, TOLERANCE)
-    print(f"report: {path}", flush=True)
+    say(f"report: {path}")
 
 
 def text(head: str, notes: list[str], comparisons: list[Comparison], precision: str) -> Iterator[str]:

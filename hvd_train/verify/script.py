@@ -19,6 +19,7 @@ from hvd_train.errors import ConfigError, amount
 from hvd_train.launch.environment import world
 from hvd_train.launch.start import launch
 from hvd_train.protocol import Tree
+from hvd_train.run_folder.terminal import say
 from hvd_train.script.record import VARIABLE
 from hvd_train.verify.compare import Comparison, report_page, text
 from hvd_train.verify.difference import Row, Runs, findings, rows
@@ -48,7 +49,7 @@ def verify_script(
             folder = Path(temporary) / str(size)
             folder.mkdir()
             title = amount(size, "rank")
-            print(f"{name} on {title}: {steps} steps ...", flush=True)
+            say(f"{name} on {title}: {steps} steps ...")
             # ``ranks`` in both: alone, the script takes the global batches of ``num_proc`` ranks.
             options = json.dumps({"folder": str(folder), "ranks": num_proc, "steps": steps})
             code = launch(size, launcher, [], verbose, program=command, more={VARIABLE: options})
@@ -59,7 +60,7 @@ def verify_script(
             notes += [note for note in world_notes if note not in notes]
     comparison = _compare(runs[1], runs[0], norm_fix)
     head = f"{name}, {len(runs[0].training.losses)} steps, the batches of {num_proc} ranks"
-    print("\n".join(text(head, notes, [comparison], "64")), flush=True)
+    say("\n".join(text(head, notes, [comparison], "64")), styled=True)
     if report is not None:
         report_page(report, head, notes, [comparison], {r.title: (r.training.losses, None) for r in runs}, "64")
     return int(bool(comparison.findings))

@@ -52,6 +52,16 @@ def test_output_that_cannot_be_written(tmp_path, line, code, error):
     assert (done.returncode, done.stdout, done.stderr) == (code, "", error)
 
 
+def test_a_name_that_cannot_be_printed_ends_no_run(tmp_path):
+    """It was a UnicodeEncodeError after the run was done, and with --max-restarts two restarts and "given up"."""
+    folder = "\u00fc\n\x1b[31merror: x"
+    sets = "--set tensorboard=false --set max_epochs=1"
+    line = f"$HVD fit -c {ROOT}/scripts/configs/tiny.yaml {sets} --run-dir '{folder}'"
+    done = shell(f"PYTHONIOENCODING=ascii {line}", tmp_path)
+    assert done.returncode == 0 and (tmp_path / folder / "summary.json").exists(), done.stderr
+    assert done.stdout.endswith("run folder \\xfc??[31merror: x\n")
+
+
 LAUNCHED = """
 import sys
 from hvd_train.cli import streams

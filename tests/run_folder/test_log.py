@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -10,14 +11,18 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import hvd_train
 from hvd_train.errors import CheckpointError
 from hvd_train.run_folder import jsonl, terminal
 from hvd_train.run_folder import log as module
 from hvd_train.run_folder.log import NullLog, RunLog
 from tests.limits import SECONDS
+
+PACKAGE = Path(hvd_train.__file__).parent
 
 
 @pytest.fixture
@@ -232,6 +237,23 @@ def test_a_link_is_not_followed(made, tmp_path):
     with pytest.raises(CheckpointError, match="symbolic link"):
         made()
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(("encoding", "told"), [("ascii", r"\xfc? a\u6f22"), ("latin-1", r"\u00fc? a\u6f22")])
+def test_names_are_shown_whatever_they_hold(monkeypatch, encoding, told):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr("sys.stdout", stream)
+    terminal.say("\u00fc\x1b a\u6f22")
+    assert stream.buffer.getvalue().decode(encoding) == told.replace(r"\u00fc", "\u00fc") + "\n"
+
+
+def test_one_place_prints():
+    """It may hold names of others. The rest prints what it made itself, tables, or what a script asks for."""
+    others = {"doctor/host.py", "doctor/hosts.py", "keras/api.py", "torch/api.py", "script/main_rank.py"}
+    others |= {"run_folder/terminal.py", "launch/gloo.py", "launch/host_news.py", "launch/hosts.py", "cli/guide.py"}
+    others |= {"report/tables.py"}
+    found = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if re.search(r"\bprint\(", p.read_text())}
+    assert found - others == {"launch/heartbeat.py"}  # in a comment
 
 
 class Disk:

@@ -33,6 +33,7 @@ from hvd_train.config import Config
 from hvd_train.errors import CheckpointError
 from hvd_train.files import sync, write
 
+SHARED_MODE = 0o770
 AGAIN_SECONDS = 0.5  # after an I/O error that may be transient
 T = TypeVar("T")
 STALE = re.compile(r"step-[0-9]+\.(tmp|old)-[0-9a-f]+$")
@@ -133,7 +134,9 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
         parts |= {f"rank-{rank}": tree for rank, tree in enumerate(snapshot.local)}
     temporary = folder / f"{final.name}.tmp-{secrets.token_hex(4)}"
     try:
-        temporary.mkdir(0o700, parents=True)  # weights are nobody else's, also in /dev/shm
+        temporary.mkdir(parents=True)
+        # Weights are nobody else's, unless the umask says that a group works on the same files.
+        temporary.chmod(SHARED_MODE if temporary.stat().st_mode & 0o020 else 0o700)
         entries: dict[str, dict[str, Any]] = {}
         for part, tree in parts.items():
             faults.at("write")

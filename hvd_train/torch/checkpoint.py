@@ -56,9 +56,10 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
         if communicator.rank:
             return b""
         try:
-            data = Path(path).read_bytes()
+            data = files.content(Path(path))
             # Only to check it: what is damaged must raise here, before the other ranks get it.
-            state_bytes.unpack(data)
+            if not isinstance(state_bytes.unpack(data), dict):
+                raise ValueError("it is not a file of ht.save")
         except FileNotFoundError as error:
             if missing_ok:
                 return b""
@@ -75,18 +76,18 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
     state = state_bytes.unpack(data)
     for name, part in parts.items():
         if name not in state:
-            fix = f"it holds {', '.join(state)}"
+            fix = f"it holds {', '.join(map(str, state))}"
             raise CheckpointError(f"there is no {name} in it", where=str(path), fix=fix, common=True)
         try:
             # The same bytes on all ranks: an error here is on all of them, hence ``common``.
             _owner(part).load_state_dict(state[name])
-        except (RuntimeError, ValueError, KeyError, AttributeError) as error:
-            what = f"it does not fit this {name}: " + " ".join(str(error).split())
+            if isinstance(part, torch.optim.Optimizer):
+                lay_slots(part)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            what = f"it does not fit this {name}: " + (" ".join(str(error).split()) or type(error).__name__)
             raise CheckpointError(what, where=str(path), common=True) from error
-        if isinstance(part, torch.optim.Optimizer):
-            lay_slots(part)
-            if part not in registry.optimizers and STATE in state[name]:
-                registry.read_before[part] = state[name]
+        if isinstance(part, torch.optim.Optimizer) and part not in registry.optimizers and STATE in state[name]:
+            registry.read_before[part] = state[name]
         if isinstance(part, torch.nn.Module):
             for reducer in {reducer for _, reducer in registry.distributed if reducer}:
                 # Running statistics travel as changes since the last pass: a load is none.

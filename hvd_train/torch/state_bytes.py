@@ -15,6 +15,17 @@ from safetensors.torch import load, save
 from hvd_train.errors import CheckpointError
 
 KEY = "hvd_train"
+# What reading bytes that somebody else made may raise: a file may have any structure under a valid hash.
+FOREIGN = (
+    SafetensorError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+    struct.error,
+)
 CONTAINERS = {"list": list, "tuple": tuple, "dict": dict, "Counter": Counter}
 
 
@@ -29,18 +40,27 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Return the value given to ``pack``, bit for bit, on the CPU. Raises ValueError for bytes that are not whole."""
+    """Return the value given to ``pack``, bit for bit, on the CPU. Raises ValueError for bytes that it has not made."""
     try:
-        # safetensors: the header's length (8 bytes), the header (JSON), the tensors.
-        (length,) = struct.unpack_from("<Q", data)
-        about = json.loads(data[8 : 8 + length])["__metadata__"]
-        tensors = load(data)
-        whole = about["sha256"] == _digest(about[KEY], tensors)
-    except (SafetensorError, ValueError, KeyError, struct.error) as error:
+        return _unpacked(data)
+    except _DigestError as error:
+        raise ValueError("it is damaged: its SHA-256 differs") from error
+    except FOREIGN as error:
         raise ValueError("it is damaged, or not a file of ours") from error
-    if not whole:
-        raise ValueError("it is damaged: its SHA-256 differs")
+
+
+def _unpacked(data: bytes) -> Any:
+    # safetensors: the header's length (8 bytes), the header (JSON), the tensors.
+    (length,) = struct.unpack_from("<Q", data)
+    about = json.loads(data[8 : 8 + length])["__metadata__"]
+    tensors = load(data)
+    if about["sha256"] != _digest(about[KEY], tensors):
+        raise _DigestError
     return _decode(json.loads(about[KEY]), tensors)
+
+
+class _DigestError(Exception):
+    pass
 
 
 def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:

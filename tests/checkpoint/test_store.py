@@ -70,6 +70,17 @@ def test_the_model_alone_is_read_where_no_more_is_needed_and_all_is_verified(tmp
         store.load(path, model_only=True)
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o770), (0o007, 0o770), (0o022, 0o700), (0o077, 0o700)])
+def test_a_group_that_works_on_the_same_files_can_use_a_checkpoint(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        path = store.save(tmp_path / "checkpoints", snapshot())
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == mode
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o666 & ~umask}
+
+
 @pytest.mark.parametrize("local", [[], [{}], [{"0/0": np.ones(3)}, {"0/0": np.zeros(3)}]])
 def test_what_is_saved_is_loaded(tmp_path, local):
     path = store.save(tmp_path, snapshot(local=local, val_loss=0.5))

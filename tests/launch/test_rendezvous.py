@@ -126,6 +126,13 @@ def test_the_secret_is_made_once_and_for_the_user_alone(step, monkeypatch):
     step.chmod(0o640)
     with pytest.raises(ConfigError, match="others may read the secret"):
         make_secret()
+    step.chmod(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: step.stat().st_uid + 1)  # as where a file server knows no root
+    mine, other = os.geteuid(), step.stat().st_uid
+    with pytest.raises(
+        ConfigError, match=f"belongs to user {other}, and this process is of user {mine}; .*; set HVD_TRAIN"
+    ):
+        make_secret()
     monkeypatch.setenv("HVD_TRAIN_SECRET", "given")
     assert make_secret() == read_secret() == b"given"
     monkeypatch.delenv("HVD_TRAIN_SECRET")

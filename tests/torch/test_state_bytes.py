@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import struct
 from collections import Counter
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from hvd_train.errors import CheckpointError
-from hvd_train.torch import state_bytes
+from hvd_train.torch import checkpoint, state_bytes
+from hvd_train.torch.state_bytes import KEY, _digest
 
 
 def test_files_give_back_every_bit():
@@ -46,3 +50,58 @@ def test_files_hold_no_objects_and_no_faults():
     for bad in (b"", b"123", content[:-4], flipped, content[:9]):
         with pytest.raises(ValueError, match="damaged"):
             state_bytes.unpack(bad)
+
+
+def crafted(structure, **about):
+    """A file of such a structure under a valid hash."""
+    tensors = {"x": torch.ones(2)}
+    return save(tensors, {KEY: structure, "sha256": _digest(structure, tensors), **about})
+
+
+STRUCTURES = [
+    "{}",
+    '{"a": 1, "b": 2}',
+    '{"set": []}',
+    '{"tensor": "y"}',
+    '{"tensor": []}',
+    '{"dict": 1}',
+    '{"dict": [1]}',
+]
+STRUCTURES += ['{"dict": [[{"list": []}, 1]]}', '{"list": 3}', "[", '{"list": [' * 3000, '{"Counter": [["a", 1], 2]}']
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_foreign_structure_is_a_damaged_file(structure):
+    with pytest.raises(ValueError, match="it is damaged, or not a file of ours"):
+        state_bytes.unpack(crafted(structure))
+
+
+@pytest.mark.parametrize("header", [b"[]", b"3", b'{"__metadata__": 3}', b'{"__metadata__": []}', b"[" * 9999])
+def test_a_foreign_header_is_a_damaged_file(header):
+    for length in (len(header), 1 << 62):
+        with pytest.raises(ValueError, match="damaged"):
+            state_bytes.unpack(struct.pack("<Q", length) + header)
+
+
+STATES = {
+    "number": 3, "list": [1], "no groups": {"state": {}}, "groups": {"state": {}, "param_groups": 3},
+    "slots": {"state": {0: 5}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, "text": "x", "none": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_a_state_of_another_kind_is_one_line(tmp_path, name, part):
+    model = torch.nn.Linear(2, 1)
+    parts = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+    (tmp_path / "last").write_bytes(state_bytes.pack({part: STATES[name]}))
+    with pytest.raises(CheckpointError, match=f"it does not fit this {part}: "):
+        checkpoint.load(tmp_path / "last", **{part: parts[part]})
+
+
+def test_what_is_no_file_of_a_script_is_one_line(tmp_path):
+    (tmp_path / "list").write_bytes(state_bytes.pack([1]))
+    os.mkfifo(tmp_path / "pipe")
+    for name, words in (("list", "it is not a file of ht.save"), ("pipe", "no plain file")):
+        with pytest.raises(CheckpointError, match=words):
+            checkpoint.load(tmp_path / name)

@@ -22,7 +22,12 @@ def read_secret() -> bytes:
     with path.open("rb") as file:
         # Of the open file, and not of its name, behind which another file may be put in between.
         status = os.fstat(file.fileno())
-        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        if status.st_uid != os.geteuid():  # a file server may give the files of root to nobody (root-squash)
+            what = f"the secret belongs to user {status.st_uid}, and this process is of user {os.geteuid()}"
+            raise ConfigError(
+                what, where=str(path), fix=f"set {SECRET} for all ranks, or XDG_CONFIG_HOME to a folder of yours"
+            )
+        if status.st_mode & 0o077:
             raise ConfigError("others may read the secret", where=str(path), fix=f"remove it, or set {SECRET}")
         return file.read()
 

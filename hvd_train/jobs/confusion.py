@@ -10,6 +10,7 @@ import numpy as np
 from hvd_train.core.mean import ordered_sum
 from hvd_train.errors import ConfigError
 from hvd_train.jobs.job import Job
+from hvd_train.metrics.metric import says_yes
 from hvd_train.protocol import Batch, Field, one_or_all
 from hvd_train.report.plots import matrix
 from hvd_train.report.tables import table
@@ -69,8 +70,8 @@ def outputs_of(job: Job, batch: Batch) -> np.ndarray:
 
 
 def classes_of(labels: np.ndarray, field: Field) -> np.ndarray:
-    """Return labels as classes: of shares of yes, as from a mask that was resized, 1 is what lies above a half."""
-    return labels if field.classes else (labels > 0.5).astype(np.int64)
+    """Return labels as classes: 1 is what says yes, also of shares as from a mask that was resized."""
+    return labels if field.classes else says_yes(labels).astype(np.int64)
 
 
 def labeled(job: Job, labels: np.ndarray, field: Field, classes: int) -> np.ndarray:

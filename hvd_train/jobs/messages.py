@@ -99,7 +99,8 @@ def end(summary: dict[str, Any], config: Config) -> str:
     run_dir = Path(config.run_dir)
     scores = {name[4:]: x for name, x in summary.items() if name.startswith("val_") and name != "val_samples"}
     listed = ", ".join(f"{name.replace('_', ' ')} {x:.4f}" for name, x in scores.items() if x is not None)
-    result = f"validation {listed}" if listed else "no evaluation"
+    nothing = "an evaluation without a value" if summary["val_samples"] else "no evaluation"
+    result = f"validation {listed}" if listed else nothing
     at = summary.get("paused_at")
     word = f"left after epoch {at}, --resume auto goes on" if at else "done"
     best = ""

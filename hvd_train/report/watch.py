@@ -85,9 +85,9 @@ class WatchedRun:
             if lock.state(self.run_dir) == "free" and reading.number(steps) and steps >= last:
                 numbers = {name: x for name, x in summary.items() if name.startswith("val_") and name != "val_samples"}
                 rows = [(n.replace("_", " "), cell(x)) for n, x in numbers.items() if reading.number(x)]
-                listed = printable(", ".join(map(" ".join, rows)), one_line=True)
-                left = reading.number(at) and at
-                return f"left after epoch {at}: {listed}" if left else f"done: {listed or 'no evaluation'}"
+                nothing = "an evaluation without a value" if summary.get("val_samples") else "no evaluation"
+                listed = printable(", ".join(map(" ".join, rows)), one_line=True) or nothing
+                return f"left after epoch {at}: {listed}" if reading.number(at) and at else f"done: {listed}"
         return ""
 
     def metrics(self) -> list[str]:

@@ -110,9 +110,8 @@ def finish(sweep: Sweep) -> str:
         picture(folder / "results.png", sweep, [first], first.name)
         value = state(sweep, first).summary[monitor]
         lines.append(f"best: {first.name} ({first.description}), {monitor} {value:.4f}; {folder / 'best.yaml'}")
-    ended = [trial for trial, one in zip(trials, states, strict=True) if one.word == "done"]
-    if ended and first is None:
-        lines.append(f"best: none, as no trial has a value of {ended[0].config.checkpoint.monitor}")
+    if first is None and not left(sweep):
+        lines.append(f"best: none, as no trial has a value of {trials[0].config.checkpoint.monitor}")
     if left(sweep):
         lines.append(f"{left(sweep)} of {len(trials)} trials have not ended; --resume runs them")
     if failed:

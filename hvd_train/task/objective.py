@@ -133,7 +133,7 @@ class Objective:
         if self.user_loss:
             values, place_weights = self.user_loss.checked_values(*raw, weights, self.weighted_by_data)
             z, y = self._for_built_in_metrics(*raw)
-            y, present = self._counted(y, weights) if self._of_classes else (y, None)
+            y, present = self._counted(self._class_numbers(y), weights) if self._of_classes else (y, None)
         else:
             z, y, present = self._for_built_in_loss(*raw)
             place_weights = self._weights_of(y, present)
@@ -199,6 +199,11 @@ class Objective:
                 raise unfit(tuple(z.shape), tuple(y.shape), classes)
             return z, y, present
         return *self._numbers(f"task.loss: {self.loss}", z, y), None
+
+    def _class_numbers(self, y: Tensor) -> Tensor:
+        """Return labels for built-in metrics of classes as int64, in whatever type data store them; fractions as -1."""
+        numbers = self._ops.cast(y, "int64")
+        return self._ops.where(self._ops.cast(numbers, self._ops.dtype(y)) == y, numbers, -1)
 
     def _counted(self, y: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return labels that are all classes, and which of them count, in the type of ``like``."""

@@ -15,6 +15,7 @@ from hvd_train.config.user_code import user_function
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, DataError
 from hvd_train.jobs.evaluate import evaluate
 from hvd_train.report.tables import side_by_side
+from hvd_train.report.watch import WatchedRun
 
 CLASSES = 3
 rng = np.random.default_rng(0)
@@ -330,6 +331,8 @@ def test_an_evaluation_in_which_no_label_counts_has_no_value(tmp_path, framework
     assert None in losses and any(losses) and 0.0 not in losses
     assert summary.train_loss > 0, "that of the labels which there are"
     out, err = capfd.readouterr()
+    assert "done: an evaluation without a value" in out
+    assert WatchedRun(tmp_path).state_words() == "done: an evaluation without a value"
     assert err.count("the evaluation has no value of val_loss and val_perplexity: no label counts in it") == 1
     with pytest.raises(CheckpointError, match="no checkpoint has a val_loss"):
         store.resolve(tmp_path, "best", "val_loss")

@@ -18,7 +18,7 @@ from PIL import Image
 from hvd_train.config import load_config
 from hvd_train.errors import ConfigError
 from hvd_train.launch.start import environment
-from hvd_train.sweep import array, halving, results
+from hvd_train.sweep import array, halving, results, table
 from hvd_train.sweep import folder as sweeps
 from hvd_train.sweep.plan import plan
 from hvd_train.sweep.rungs import describe, ladder
@@ -141,6 +141,21 @@ def test_the_best_trial_has_the_largest_accuracy(tmp_path):
     for trial, accuracy in zip(trials, (0.8, 0.9), strict=True):
         finished(trial, val_loss=1 - accuracy, val_accuracy=accuracy)
     assert [trial.number for trial in halving.best_first(sweeps.Sweep(tmp_path, trials, []), trials)] == [1, 0]
+
+
+@pytest.mark.parametrize("eta", [None, 2])
+def test_trials_without_a_value_win_no_sweep(tmp_path, capsys, eta):
+    """As where no label counted in the evaluation: their loss was 0, and the first of them was the best."""
+    trials = plan(TINY, ["max_epochs=2"], ["optim.lr=0.1,0.01"], None, 0, tmp_path)
+    sweep = sweeps.Sweep(tmp_path, trials, ladder(trials, eta))
+    sweeps.begin(sweep, resume=False)
+    with table.live(sweep):
+        for trial in trials:
+            finished(trial, val_loss=None, **({"paused_at": 1} if eta else {}))
+    assert halving.turn(sweep)[0] == []
+    text = results.finish(sweep)
+    assert text.endswith("best: none, as no trial has a value of val_loss") and not (tmp_path / "best.yaml").exists()
+    assert "trial-000 (optim.lr=0.1): " in (shown := capsys.readouterr().out) and "no value of val_loss" in shown
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy.special import log_softmax, softmax
 
 from hvd_train.config import TaskConfig
+from hvd_train.errors import ConfigError
 from hvd_train.metrics.ranking import Ranking
 from hvd_train.metrics.table import LOSSES, METRICS
 from hvd_train.protocol import Field, Sample
@@ -186,6 +189,39 @@ def test_values_are_those_of_scikit_learn(ops, case):
         for name, value in known.items():
             assert found[name] == pytest.approx(value, rel=1e-11, abs=1e-13, nan_ok=True), name
         assert found["loss"] == pytest.approx(known[loss], rel=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["int64", "int32", "uint8", "float32", "bool"])
+@pytest.mark.parametrize("outputs", [(), (1,), (2,), (CLASSES,)], ids=str)
+def test_beside_a_loss_of_ones_own_labels_have_any_type(ops, monkeypatch, kind, outputs):
+    """Built-in metrics of classes ended with errors of TensorFlow unless labels were int64."""
+    monkeypatch.setitem(sys.modules, "own_any", SimpleNamespace(loss=lambda z, y: ops.reshape(z, (len(z), -1))[:, 0]))
+    rng, classes = np.random.default_rng(0), max(2, *outputs, 2)
+    y = rng.integers(0, 2 if kind == "bool" else classes, N)
+    z = rng.normal(size=(N, *outputs)).astype(np.float32)
+    form = {1: "one output", 2: "two outputs"}.get(max((1, *outputs)), "more classes")
+    known = values_of(form, z if classes > 2 or outputs == (2,) else z.reshape(N).astype(float), y)
+    names = [name for name in known if METRICS[name].labels == "both" or classes == CLASSES or outputs == (2,)]
+    names = [name for name in names if METRICS[name].labels != "numbers"]
+    task = Task(TaskConfig(loss="own_any:loss", metrics=names), Sample({}, {"label": Field((), kind)}), ops)
+    given = [ops.from_numpy(z), {"label": ops.from_numpy(y.astype(kind))}, ops.from_numpy(np.ones(N, np.float32))]
+    task.probe(given[0][:2], {"label": given[1]["label"][:2]}, given[2][:2])
+    row, ranking = ops.to_numpy(task.scores(*given)), {k: Ranking(n) for k, n in task.ranked.items()}
+    task.rank(row[task.length :], ranking)
+    found = task.results(row[: task.length], ranking)
+    for name in names:
+        assert found[name] == pytest.approx(known[name], rel=1e-5), name
+
+
+def test_labels_with_fractions_are_no_classes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "own_any", SimpleNamespace(loss=lambda z, y: z[:, 0]))
+    task = Task(
+        TaskConfig(loss="own_any:loss", metrics=["f1"]), Sample({}, {"label": Field((), "float32")}), NumpyOps()
+    )
+    z, y = np.random.default_rng(0).normal(size=(N, CLASSES)), np.full(N, 0.7)
+    task.probe(z[:2], {"label": y[:2]}, np.ones(2))
+    with pytest.raises(ConfigError, match=f"{N} labels are none of the 7 classes"):
+        task.results(task(z, {"label": y}, np.ones(N))[1])
 
 
 def test_all_of_them_are_compared():

@@ -89,8 +89,6 @@ def _tokenizer(texts: list[str], config: DataConfig, request: DataRequest) -> An
 
         first = SPECIAL[CLS]  # so that no text is empty
         tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, CLS)])
-    tokenizer.no_padding()  # by data.lengths alone
-    tokenizer.no_truncation()
     if request.vocabulary and json.loads(tokenizer.to_str()) != json.loads(request.vocabulary):
         what = "is another vocabulary than the run's, whose numbers stand for other tokens"
         raise DataError(what, where=f"data.vocabulary: {config.vocabulary}", fix="leave it out: the run has its own")

@@ -60,14 +60,17 @@ def vocabulary(documents: Sequence[Sequence[str]], size: int, path: str | None, 
 
 
 def tokenizer_of(path: str) -> Any:
-    """Read a tokenizer.json."""
+    """Read a tokenizer.json; samples are cut and padded by data.lengths or sequence_length alone, whatever it says."""
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(Path(path).expanduser()))
+        tokenizer = Tokenizer.from_file(str(Path(path).expanduser()))
     except Exception as error:  # the library raises Exception itself
         reason = str(error).splitlines()[0]
         raise DataError(f"no readable vocabulary: {reason}", where=f"data.vocabulary: {path}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def size_of(tokenizer: Any) -> int:

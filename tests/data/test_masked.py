@@ -188,3 +188,8 @@ def test_a_vocabulary_whose_numbers_have_gaps(tmp_path):
     inputs, labels = data.train.fetch(np.arange(len(data.train)))
     assert set(np.unique(inputs["tokens"]).tolist()) - {0} == {1, 2, 3, *words.values()}
     assert set(np.unique(labels["words"]).tolist()) == {-100, *words.values()}
+    tokenizer.enable_padding(length=40)
+    tokenizer.enable_truncation(3)  # as pretrained models bring them: sentences were cut, and padded within a sample
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    again, other = open_data(DataConfig(name="masked_text", **keys)).train.fetch(np.arange(len(data.train)))
+    assert (again["tokens"] == inputs["tokens"]).all() and (other["words"] == labels["words"]).all()

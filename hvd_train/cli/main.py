@@ -87,6 +87,8 @@ def main() -> None:
         sys.exit(130)
     except (Exception, KeyboardInterrupt) as error:
         _end_with(error)
+    finally:
+        streams.drain()
 
 
 def _end_with(error: BaseException) -> None:

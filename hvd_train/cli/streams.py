@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import sys
+import threading
+import time
 from typing import Any
 
 from hvd_train.errors import ConfigError
+
+KEPT_BYTES = 16 << 20
+READ_SECONDS, END_SECONDS = 2.0, 30.0  # for a reader to take something, before it counts as paused, and at the end
 
 
 class ReaderLeftError(BrokenPipeError):
@@ -15,14 +21,46 @@ class ReaderLeftError(BrokenPipeError):
 
 
 class _Guarded(io.FileIO):
-    """A stream that goes to the null device once it cannot be written any more. ``silent``: without an error."""
+    """A stream that goes to the null device once it cannot be written any more.
+
+    ``silent``: without an error, and without waiting for a reader that does not read: what it does not take is kept,
+    up to ``KEPT_BYTES``, and written when it reads again.
+    """
 
     silent = False
+    _lock = threading.RLock()  # of all streams: several may be one pipe, and its room is known until another writes
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._kept, self._lost, self._stalled = bytearray(), 0, False
 
     def write(self, data: Any) -> int:
         # click writes nothing, to learn what kind of stream this is. A full disk refuses even that.
-        if not memoryview(data).nbytes:
-            return 0
+        size = memoryview(data).nbytes
+        if not size or not self.silent:
+            return self._write(data) if size else 0
+        with self._lock:
+            room = max(KEPT_BYTES - len(self._kept), 0)
+            self._kept += bytes(data)[:room]
+            self._lost += max(size - room, 0)
+            self.drain(0.0 if self._stalled else READ_SECONDS)
+        return size
+
+    def drain(self, seconds: float) -> None:
+        """Write what is kept, as long as somebody takes some of it within ``seconds``."""
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLOUT)
+        with self._lock:
+            while self._kept:
+                self._stalled = not poll.poll(1000 * seconds)
+                if self._stalled:
+                    return
+                del self._kept[: self._write(bytes(self._kept[: select.PIPE_BUF]))]  # so much has room
+                if not self._kept and self._lost:
+                    self._kept += f"\n... {self._lost:,} bytes left out: nobody read them\n".encode()
+                    self._lost = 0
+
+    def _write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -38,6 +76,15 @@ class _Guarded(io.FileIO):
             raise ConfigError(what, where="standard output", fix="send it to another file") from error
 
 
+def drain() -> None:
+    """Give a reader that has paused some time to read what is kept for it, at the end of the process."""
+    stop = time.monotonic() + END_SECONDS
+    for stream in (sys.stdout, sys.stderr):
+        raw = getattr(getattr(stream, "buffer", None), "raw", getattr(stream, "buffer", None))
+        if isinstance(raw, _Guarded):
+            raw.drain(max(stop - time.monotonic(), 0.0))
+
+
 def guard(*silent: str) -> None:
     """Open the standard streams that are closed, and guard stdout and stderr.
 
@@ -51,7 +98,7 @@ def guard(*silent: str) -> None:
             continue  # a test has put another stream there
         raw = getattr(stream.buffer, "raw", stream.buffer)
         if not isinstance(raw, _Guarded):
-            raw = _Guarded(stream.fileno(), "wb", closefd=False)
+            raw = _Guarded(stream.fileno())
             unbuffered = isinstance(stream.buffer, io.FileIO)  # python -u
             kept = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
             # A name that the encoding does not know (PYTHONIOENCODING=ascii) must not end a run that is done.

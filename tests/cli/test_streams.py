@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from hvd_train.cli import streams
 from tests.cli.running import ROOT, SECONDS
 
 HVD = [sys.executable, "-m", "hvd_train"]
@@ -60,6 +64,42 @@ def test_a_name_that_cannot_be_printed_ends_no_run(tmp_path):
     done = shell(f"PYTHONIOENCODING=ascii {line}", tmp_path)
     assert done.returncode == 0 and (tmp_path / folder / "summary.json").exists(), done.stderr
     assert done.stdout.endswith("run folder \\xfc??[31merror: x\n")
+
+
+def read_all(descriptor):
+    parts = []
+    while part := os.read(descriptor, 1 << 16):
+        parts.append(part)
+    os.close(descriptor)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("kept", [1 << 20, 5000])
+def test_a_reader_that_pauses_holds_nothing_up(monkeypatch, kept):
+    """A paused ``less``: the line of a step waited for it, and the watchdog ended the run."""
+    monkeypatch.setattr(streams, "READ_SECONDS", 0.1)
+    monkeypatch.setattr(streams, "KEPT_BYTES", kept)
+    end, given = os.pipe()
+    fcntl.fcntl(given, fcntl.F_SETPIPE_SZ, 4096)
+    out, err = streams._Guarded(given), streams._Guarded(given)
+    out.silent = err.silent = True
+    lines = [b"line %05d\n" % k for k in range(4000)]
+    began = time.monotonic()
+    for k, line in enumerate(lines):
+        assert (out, err)[k == 3 and kept > 5000].write(line) == len(line)
+    assert time.monotonic() - began < SECONDS / 10
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(read_all, end)
+        out.drain(SECONDS)
+        err.drain(SECONDS)
+        os.close(given)
+        content = told.result()
+    if kept > 5000:
+        assert sorted(content.splitlines(True)) == lines
+    else:
+        whole, _, rest = content.partition(b"\n... ")
+        left_out = int(rest.split()[0].replace(b",", b""))
+        assert rest.endswith(b" bytes left out: nobody read them\n") and len(whole) + left_out == 11 * len(lines)
 
 
 LAUNCHED = """

@@ -303,6 +303,11 @@ def _array(value: Any, name: str, where: str, count: int | None = None) -> Any:
             raise _ragged(name, lengths, where) from error
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise DataError(f"{name} are not an array of numbers: {reason}", where=where) from error
+    if array.dtype.kind == "U" and array.ndim == 1 and isinstance(value, list | tuple):
+        odd = next((k for k, one in enumerate(value) if not isinstance(one, str)), None)
+        if odd is not None:  # NumPy made text of it, and words have the order of the alphabet
+            what = f"{name} hold words and numbers: {value[odd]!r} at {odd:,}"
+            raise DataError(what, where=where, fix="give all as words, or all as whole numbers")
     if array.dtype == object and (lengths := _lengths(array)):
         raise _ragged(name, lengths, where)
     return array

@@ -159,3 +159,10 @@ def test_bytes_among_other_numbers_have_another_scale(first, later):
     assert (opened(source, TaskConfig()).train.fetch(np.arange(3))[0]["input"] == 1).all()
     labels = Fetched(lambda k: (k % 2).astype(np.uint8 if k[0] > 9 else np.float32))  # which are never divided
     assert opened(labels, BCE).train.fetch(np.array([10, 11]))[1]["label"].tolist() == [0, 1]
+
+
+def test_words_among_numbers_of_a_list():
+    """NumPy made words of all: 1, 10 and 2 were classes 0, 1 and 2."""
+    for labels in ([1, 10, "none", 2] * 5, ["cat", float("nan"), "dog", "cat"] * 5):
+        assert "labels hold words and numbers: " in told((X, labels), TaskConfig())
+    assert opened((X, ["1", "10", "none", "2"] * 5), TaskConfig()).sample.num_classes == 4

@@ -16,7 +16,7 @@ from hvd_train.core.hooks import Hook
 from hvd_train.data.catalog import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.jobs.fit import locked_run_folder, train
-from hvd_train.jobs.job import build_job
+from hvd_train.jobs.job import build_job, noting_inputs
 from hvd_train.jobs.resume import data_as_before, resumes, split_as_before
 from hvd_train.protocol import Build
 from hvd_train.rank.session import Session, failures_explained
@@ -95,6 +95,7 @@ def fit(
         config = split_as_before(config, session.communicator, resume)
         config = config.restoring() if resumes(config, session.communicator, resume) else config
         job = build_job(config, session, opened)
+        stack.enter_context(noting_inputs(config, opened.sample))
         return Summary(train(job, resume, allow_change, overwrite, lock, hooks, user_hooks=bool(hooks)))
 
 

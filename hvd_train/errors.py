@@ -6,6 +6,7 @@ at run time, ``6`` a non-finite loss, ``75`` stopped by a signal and saved.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Sequence
 
@@ -17,6 +18,21 @@ def printable(text: str, one_line: bool = False) -> str:
     """
     # An escape sequence in a file name or a YAML value could move the cursor or set the title of the window.
     return "".join(c if c.isprintable() or (c in "\n\t" and not one_line) else "?" for c in text)
+
+
+STYLE = re.compile("\x1b\\[[0-9;]*m")  # colours, which Keras writes into messages
+KERAS_HEAD = "Exception encountered when calling "  # of Keras' messages; the reason comes below
+
+
+def reason(error: BaseException) -> str:
+    """Return the line of an error's message that says what happened."""
+    lines = [line.strip() for line in STYLE.sub("", str(error)).splitlines() if line.strip()]
+    return next((line for line in lines if not line.startswith(KERAS_HEAD)), type(error).__name__)
+
+
+def named_reason(error: BaseException) -> str:
+    """Return ``reason`` after the type: ``KeyError: 'a'``."""
+    return f"{type(error).__name__}: {reason(error)}"
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -15,6 +16,11 @@ from typing import Any
 
 from hvd_train.errors import ConfigError, TrainError
 
+PACKAGE = Path(__file__).parents[1]
+NOT_OF_USER = tuple(
+    f"{folder}{os.sep}" for folder in (PACKAGE, *(PACKAGE.parent / zoo for zoo in ("pt_models", "tf_models")))
+)
+TRACED = "__autograph_generated_file"  # TensorFlow's own copy of a function
 PASSED_FUNCTIONS: dict[str, Callable[..., Any]] = {}  # to ``hvd_train.fit``, while it runs
 _folder: list[str] = []  # the configuration's ``code_dir``
 
@@ -38,6 +44,9 @@ def user_module(name: str, where: str, kind: type[TrainError] = ConfigError) -> 
         sys.path.insert(0, _folder[0])
     try:
         return importlib.import_module(module)
+    except SyntaxError as error:
+        place = f"{error.filename}:{error.lineno}"
+        raise kind(f"cannot be imported: {error.msg}, {place}", where=where) from error
     except (ImportError, ValueError) as error:
         what, fix = f"cannot be imported: {error}", advice_for_passed(name, where)
         # An import that fails within the module is a mistake of the module: only its own name missing is a wrong place.
@@ -46,6 +55,27 @@ def user_module(name: str, where: str, kind: type[TrainError] = ConfigError) -> 
             what = f"there is no module '{module}'"
             fix = f"it was looked for in {', then in '.join(_places())}; start there where it lies, or set code_dir"
         raise kind(what, where=where, fix=fix) from error
+
+
+def user_frames(error: BaseException | None) -> list[traceback.FrameSummary]:
+    """Return the frames of an error that are in the user's code: neither in this package nor in a library."""
+    libraries = tuple(f"{Path(path).resolve()}{os.sep}" for path in set(sysconfig.get_paths().values()))
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__ if error else None)
+        # What has no whole path is no file: "<frozen importlib>", "pyarrow/error.pxi".
+        if os.path.isabs(frame.filename)
+        and not frame.filename.startswith((*NOT_OF_USER, *libraries))
+        and TRACED not in frame.filename
+    ]
+
+
+def user_place(error: BaseException | None) -> str:
+    """Return ``file:line`` of the user's code that raised an error or, before it, its cause; "" if none did."""
+    if error is None:
+        return ""
+    frames = user_frames(error)
+    return user_place(error.__cause__) or (f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "")
 
 
 def source_of(name: str) -> list[Path]:

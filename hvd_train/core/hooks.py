@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.config.user_code import user_place
 from hvd_train.core.due import Due
 from hvd_train.core.training import Training
 from hvd_train.data.loader import Step
-from hvd_train.errors import ConfigError, TrainError
+from hvd_train.errors import ConfigError, TrainError, named_reason
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,5 @@ def _guarded(hook: Hook, event: str, *args: Any) -> None:
     except TrainError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(hook).__name__}.{event} raised {type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigError(what, where=f"{frame.filename}:{frame.lineno}", fix="mend the hook") from error
+        what = f"{type(hook).__name__}.{event} raised {named_reason(error)}"
+        raise ConfigError(what, where=user_place(error), fix="mend the hook") from error

@@ -12,7 +12,7 @@ from typing import Any
 from hvd_train.config import Config, OptimConfig
 from hvd_train.config.schedules import row_of
 from hvd_train.config.user_code import user_function
-from hvd_train.errors import ConfigError
+from hvd_train.errors import ConfigError, named_reason
 
 
 def scale(optim: OptimConfig, global_batch: int) -> float:
@@ -185,7 +185,7 @@ class Schedule:
             takes = inspect.signature(function).parameters
             factor = float(function(**{name: values[name] for name in takes if name in values}))
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = named_reason(error)
             fix = (
                 "it is called with step=, total_steps= and steps_per_epoch=, as it takes them, and gives a factor on lr"
             )

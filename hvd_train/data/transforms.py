@@ -13,7 +13,7 @@ from hvd_train.config import TaskConfig, TransformConfig
 from hvd_train.data.augment import BUILT_IN, MOVING, Draws
 from hvd_train.data.mixing import MIXING, Mixed
 from hvd_train.data.order import mix
-from hvd_train.errors import DataError
+from hvd_train.errors import DataError, named_reason
 from hvd_train.protocol import Field, Fields, Sample, Source
 
 SAME = "return the names, shapes and types that the function gets"
@@ -180,7 +180,7 @@ def _user_step(function: Callable[..., Any], config: TransformConfig, where: str
             except DataError:
                 raise
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                reason = named_reason(error)
                 raise DataError(f"the function failed on sample {index}: {reason}", where=where) from error
             described = {name: f"{x.shape} {x.dtype}" for name, x in arrays.items()}
             wanted = {name: f"{x.shape} {x.dtype}" for name, x in sample.items()}

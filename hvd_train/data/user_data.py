@@ -17,7 +17,7 @@ from hvd_train.data.column import LABEL, check_no_mask, is_class
 from hvd_train.data.dataset import DataRequest, Parts, known
 from hvd_train.data.ragged import RaggedRows, check_lengths, is_ragged, ragged_rows
 from hvd_train.data.streams import Stream
-from hvd_train.errors import DataError
+from hvd_train.errors import DataError, named_reason
 from hvd_train.protocol import Field, Fields, Source
 
 
@@ -60,7 +60,7 @@ def _call(function: Callable[..., Any], config: DataConfig, where: str) -> Any:
     except DataError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = named_reason(error)
         raise DataError(f"the function failed: {reason}", where=where, fix="look at data.options too") from error
 
 
@@ -159,7 +159,7 @@ class UserSource:
         except DataError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = named_reason(error)
             raise DataError(f"fetch failed: {reason}", where=self._where) from error
 
 
@@ -245,7 +245,7 @@ class UserStream(UserSource):
         except DataError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = named_reason(error)
             raise DataError(f"the stream failed: {reason}", where=where) from error
         super().__init__(stream, task, where, classes, images)
 
@@ -301,7 +301,7 @@ def _array(value: Any, name: str, where: str, count: int | None = None) -> Any:
     except Exception as error:
         if lengths := _lengths(value):
             raise _ragged(name, lengths, where) from error
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = named_reason(error)
         raise DataError(f"{name} are not an array of numbers: {reason}", where=where) from error
     if array.dtype.kind == "U" and array.ndim == 1 and isinstance(value, list | tuple):
         odd = next((k for k, one in enumerate(value) if not isinstance(one, str)), None)

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from hvd_train.config.user_code import PASSED_FUNCTIONS, advice_for_misspelled, advice_for_passed, place_of, user_module
-from hvd_train.errors import ConfigError
+from hvd_train.errors import ConfigError, reason
 from hvd_train.protocol import Build, Field, Sample, one_or_all
 
 
@@ -125,8 +125,7 @@ def checked(outputs: Any, name: str) -> Any:
 def untaken(name: str, sample: Sample, error: Exception) -> ConfigError:
     """The model does not take what the data give."""
     listed = ", ".join(f"{key} {field}" for key, field in sample.inputs.items())
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    what = f"the model does not take its inputs ({listed}): {reason}"
+    what = f"the model does not take its inputs ({listed}): {reason(error)}"
     fixes = ["several inputs are given by name"] * (len(sample.inputs) > 1)
     if len(sample.inputs) > 1 or any(field.whole for field in sample.inputs.values()):
         fixes.append("whole numbers stay whole: store quantities as float32")

@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_train.config import OptimConfig
 from hvd_train.config.user_code import user_function
-from hvd_train.errors import ConfigError
+from hvd_train.errors import ConfigError, named_reason
 
 
 def build_optimizer(options: OptimConfig, parameters: Sequence[Any], names: Sequence[str], kind: type) -> Any:
@@ -26,7 +26,7 @@ def build_optimizer(options: OptimConfig, parameters: Sequence[Any], names: Sequ
         takes = inspect.signature(function).parameters
         optimizer = function(list(parameters), **{name: values[name] for name in takes if name in values})
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = named_reason(error)
         fix = "it is called with the list of parameters, and with names= and lr= if it takes them"
         raise ConfigError(f"the function failed: {reason}", where=where, fix=fix) from error
     if not isinstance(optimizer, kind):

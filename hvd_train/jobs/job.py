@@ -15,6 +15,7 @@ from hvd_train.core.agreement import agree_on_start, collectively
 from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataSet
 from hvd_train.data.loader import Loader
+from hvd_train.errors import TrainError
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.jobs.class_weights import with_class_weights
 from hvd_train.jobs.initial_weights import initialize
@@ -82,7 +83,33 @@ def opened_job(
             config = split_as_before(config, communicator, resume)
             config = config.restoring() if resumes(config, communicator, resume) else config
             job = build_job(config, session, data)
-        yield job
+        with noting_inputs(config, data.sample):
+            yield job
+
+
+@contextmanager
+def noting_inputs(config: Config, sample: Sample) -> Iterator[None]:
+    """Write under an error that no check has caught, of the user's code mostly, which model gets what."""
+    try:
+        yield
+    except TrainError:
+        raise
+    except Exception as error:
+        error.add_note(f"the model {config.model.name} gets {described_inputs(config, sample)}")
+        raise
+
+
+def described_inputs(config: Config, sample: Sample) -> str:
+    """Describe a sample in the framework's order of axes, as "images (1, 28, 28) float32"."""
+    first = FRAMEWORKS[config.framework].channels_first
+    weights = "float64" if config.precision == "64" else "float32"
+    listed = []
+    for name, field in sample.inputs.items():
+        shape = (field.shape[2], *field.shape[:2]) if field.image and first else field.model_shape
+        kind = ("bool" if field.dtype == "bool" else "int64") if field.whole else weights
+        title = [name] * (len(sample.inputs) > 1) + ["images"] * bool(field.image)
+        listed.append(" ".join([*title, f"{shape} {kind}"]))
+    return ", ".join(listed)
 
 
 def build_job(config: Config, session: Session, data: DataSet, split: str = "val") -> Job:
@@ -94,7 +121,8 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
         parts, module = groups.links.size, record.stages_module()
     elif config.parallel.devices_per_rank > 1:
         parts, module = config.parallel.devices_per_rank, record.placed_module()
-    frontend = collectively(groups.world, lambda: module.open_frontend(config, groups, data.sample))
+    with noting_inputs(config, data.sample):
+        frontend = collectively(groups.world, lambda: module.open_frontend(config, groups, data.sample))
     # All that ranks must have in common. One that read other data, or another version, would train on silently.
     sizes = " + ".join(str(len(part)) for part in data.parts.values())
     user_config, config = config, with_classes(config, data.sample)

@@ -14,8 +14,7 @@ from hvd_train.core.loop import Trainer
 from hvd_train.data.classes import listing
 from hvd_train.data.dataset import DataSet
 from hvd_train.errors import CheckpointError, amount, printable
-from hvd_train.frameworks import FRAMEWORKS
-from hvd_train.jobs.job import Job
+from hvd_train.jobs.job import Job, described_inputs
 from hvd_train.jobs.resume import best_rule
 from hvd_train.protocol import Sample
 from hvd_train.run_folder.terminal import warn
@@ -46,7 +45,7 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
         lines.append(f"{devices} devices a rank: {', '.join(map(str, getattr(job.frontend, 'devices', ())))}")
     lines += [text for text in [getattr(job.frontend, "stage_table", "")] if text]
     # The shape as the model sees it: a wrong order of axes is seen at once.
-    lines.append(f"the model gets {_inputs(job)}")
+    lines.append(f"the model gets {described_inputs(c, job.data.sample)}")
     # The same note of both parts is printed once.
     notes = (getattr(part, "note", "").splitlines() for part in (job.data.train, job.data.val))
     lines += dict.fromkeys(line for part in notes for line in part)
@@ -70,19 +69,6 @@ def weight_names(job: Job) -> str:
     """List the names that patterns of ``optim.groups`` are compared with: those of checkpoints."""
     specs = job.parameter_groups.specs if job.parameter_groups else job.frontend.specs()
     return f"names for optim.groups: {', '.join(spec.name for spec in specs)}"
-
-
-def _inputs(job: Job) -> str:
-    """Describe a sample in the framework's order of axes, as "images (1, 28, 28) float32"."""
-    first = FRAMEWORKS[job.config.framework].channels_first
-    weights = "float64" if job.config.precision == "64" else "float32"
-    listed = []
-    for name, field in job.data.sample.inputs.items():
-        shape = (field.shape[2], *field.shape[:2]) if field.image and first else field.model_shape
-        kind = ("bool" if field.dtype == "bool" else "int64") if field.whole else weights
-        title = [name] * (len(job.data.sample.inputs) > 1) + ["images"] * bool(field.image)
-        listed.append(" ".join([*title, f"{shape} {kind}"]))
-    return ", ".join(listed)
 
 
 def _classes(sample: Sample) -> list[str]:

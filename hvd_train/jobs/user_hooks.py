@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvd_train.config import Config
 from hvd_train.config.user_code import user_function
 from hvd_train.core.hooks import Hook
-from hvd_train.errors import ConfigError
+from hvd_train.errors import ConfigError, named_reason
 
 
 def hooks_of(config: Config) -> list[Hook]:
@@ -18,7 +18,7 @@ def _made(name: str, where: str) -> Hook:
     try:
         hook = named if isinstance(named, Hook) else named()
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = named_reason(error)
         fix = "it is called without arguments, once on each rank"
         raise ConfigError(f"it cannot be made: {reason}", where=where, fix=fix) from error
     if not isinstance(hook, Hook):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hvd_train import files
-from hvd_train.errors import SOME_RANK, LostRankError, TrainError
+from hvd_train.errors import SOME_RANK, STYLE, LostRankError, TrainError, named_reason, printable
 from hvd_train.launch import peers
 from hvd_train.launch.environment import world
 from hvd_train.launch.rendezvous import rank as rendezvous
@@ -67,15 +67,15 @@ def exit_rank(code: int) -> NoReturn:
 
 def exit_with_error(error: BaseException) -> None:
     """Print an error and end this process: a line for a mistake of the user, else the traceback as well."""
-    summary = f"{type(error).__name__}: {error}".splitlines()[0][:2000]
-    _report_error(error, summary)
+    summary = named_reason(error)[:2000]
+    kept = _report_error(error, summary)
     if isinstance(error, LostRankError):
         _exit_after_lost(error)
     if isinstance(error, TrainError):
         print_error(str(error), _lines(error), error.exit_code, error.common)
         exit_rank(error.exit_code)
-    say(f"error{rank_tag()}: {summary}", err=True)
-    traceback.print_exception(error)
+    # In one piece: ranks write to the same terminal.
+    say("\n".join([f"error{rank_tag()}: {summary}", *_trace(error, kept)]), err=True)
     others = rendezvous.current() if rank_tag() else None
     if others is not None:
         others.report_exit(summary, 1)
@@ -91,17 +91,33 @@ def end_at_once(error: TrainError) -> NoReturn:
     os._exit(error.exit_code)
 
 
-def _report_error(error: BaseException, summary: str) -> None:
-    """Report the error to whoever started this rank."""
-    listener = current_listener()
+def _trace(error: BaseException, kept: str) -> list[str]:
+    """Return the lines below an error that no check has caught: those of the user's code first, and what it was given.
+
+    ``kept``: the file with the whole traceback. It is printed too where there is none, or nothing of the user's in it.
+    """
+    from hvd_train.config.user_code import user_frames
+
+    frames = user_frames(error)
+    lines = [line.rstrip("\n") for line in traceback.format_list(frames)]
+    if frames:
+        lines += [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+    rest = f"the whole traceback: {kept}" if frames and kept else "".join(traceback.format_exception(error))
+    return [printable(STYLE.sub("", line)).rstrip("\n") for line in (*lines, rest)]
+
+
+def _report_error(error: BaseException, summary: str) -> str:
+    """Report the error to whoever started this rank; return the file with its traceback, if one was written."""
+    listener, kept = current_listener(), ""
     if listener is None:
-        return
+        return kept
     if isinstance(error, TrainError):
         lost = isinstance(error, LostRankError)
         listener.report_end(code=error.exit_code, line=str(error)[:2000], lost=lost, kept="")
     else:
         kept = _keep_traceback(listener.run_dir, summary, error)
         listener.report_end(code=1, line=summary, lost=False, kept=kept)
+    return kept
 
 
 def _exit_after_lost(error: LostRankError) -> NoReturn:
@@ -129,9 +145,16 @@ def _keep_traceback(run_dir: Path | None, summary: str, error: BaseException) ->
 
 
 def _lines(error: TrainError) -> list[str]:
-    """Return ``error[rank 1]: what; where; what to do``. A table below the first line is indented and stands as it
-    is."""
+    """Return ``error[rank 1]: what; where; what to do``, and the line of the user's code that raised, where one did.
+
+    A table below the first line is indented and stands as it is.
+    """
+    from hvd_train.config.user_code import user_place
+
     first, *rest = str(error).split("\n")
+    place = user_place(error.__cause__)
+    if place and place not in first:
+        first = f"{first}; {place}"
     where = rank_tag(error.ranks)
     if rest and not rest[0].startswith("  "):
         return [f"error{where}: {line}" for line in (first, *rest)]

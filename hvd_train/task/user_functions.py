@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config.user_code import user_function
-from hvd_train.errors import ConfigError
+from hvd_train.errors import ConfigError, named_reason
 from hvd_train.metrics.metric import LabelForm, Mean, Metric, Predictions
 from hvd_train.protocol import LibraryMetric, Ops, Tensor
 
@@ -308,7 +308,7 @@ def _is_of_keras(function: Any) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return named_reason(error)
 
 
 def _shapes(x: Any) -> str:

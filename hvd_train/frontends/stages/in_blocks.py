@@ -13,7 +13,7 @@ import numpy as np
 from hvd_train.config import Config
 from hvd_train.core.agreement import collectively
 from hvd_train.data.order import share
-from hvd_train.errors import ConfigError, amount
+from hvd_train.errors import ConfigError, amount, reason
 from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.stages.split import Cost, balanced, listed, stage_of
 from hvd_train.protocol import Batch, Sample, made_up
@@ -59,8 +59,7 @@ class InBlocks(StateTree):
             except self.UNTAKEN as error:
                 if number == 0:
                     raise
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                what = f"{title} does not take the one tensor of the block before it: {reason}"
+                what = f"{title} does not take the one tensor of the block before it: {reason(error)}"
                 fix = "let each block take one tensor, the output of the one before it"
                 raise ConfigError(what, where=where, fix=fix) from error
             if number < len(self._blocks) - 1:

@@ -18,6 +18,8 @@ ORDER = (
     "measurements", "glossary", "how-it-is-built", "extending",
 )  # fmt: skip
 
+MOST, SHOWN = 8, 80  # pages that a search lists, and letters of a line of each
+
 # Pages in the folder ``recipes``, which ``hvd-train init`` turns into files.
 RECIPES = (
     "regression", "multi-label", "imbalanced", "segmentation", "autoencoder", "k-fold",
@@ -29,14 +31,19 @@ RECIPES = (
 @click.command()
 @click.argument("topic", required=False)
 def guide(topic: str | None) -> None:
-    """Read the guide: a page, or the list of them.
+    """Read the guide: a page, the list of them, or the lines of all pages that have a word.
 
+    \b
     hvd-train guide first-run
+    hvd-train guide freeze
     """
     from hvd_train.report.tables import table
 
     if topic is None:
         click.echo(table(["hvd-train guide", "what"], [[name, title(name)] for name in ORDER]))
+    elif topic not in (*ORDER, *RECIPES) and (found := search(topic)):
+        click.echo(f"no page is called '{topic}'; of these that have it, 'hvd-train guide PAGE' shows one")
+        click.echo(table(["page", "lines", "the first one"], found))
     else:
         show(page(topic))
 
@@ -52,6 +59,16 @@ def page(topic: str) -> str:
         fix = advice(topic, (*ORDER, *RECIPES))
         raise ConfigError(f"the guide has no page '{topic}'", where="hvd-train guide", fix=fix)
     return (PAGES / f"{topic}.md").read_text(encoding="utf-8")
+
+
+def search(words: str) -> list[tuple[str, int, str]]:
+    """Return (page, how many of its lines have the words, the first of them) of the pages that have them most."""
+    found = []
+    for name in (*ORDER, *RECIPES):
+        lines = [line.strip() for line in page(name).splitlines() if words.lower() in line.lower()]
+        if lines:
+            found.append((name, len(lines), lines[0] if len(lines[0]) <= SHOWN else f"{lines[0][:SHOWN]}..."))
+    return sorted(found, key=lambda row: -row[1])[:MOST]
 
 
 def advice(name: str, names: tuple[str, ...]) -> str:

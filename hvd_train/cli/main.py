@@ -101,7 +101,7 @@ def _end_with(error: BaseException) -> None:
         exit_rank(error.exit_code)
     if isinstance(error, click.ClickException):
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "hvd-train"
-        text = " ".join(error.format_message().split())  # click lists choices one a line
+        text = _as_setting(error) or " ".join(error.format_message().split())  # click lists choices one a line
         print_error(text, [f"error{rank_tag()}: {text} See '{command} --help'."], error.exit_code)
         exit_rank(error.exit_code)
     if isinstance(error, KeyboardInterrupt):
@@ -109,3 +109,20 @@ def _end_with(error: BaseException) -> None:
     if isinstance(error, streams.ReaderLeftError):
         exit_rank(0)
     exit_with_error(error)
+
+
+def _as_setting(error: click.ClickException) -> str:
+    """Return what to say of an option that is a key of the configuration (``--max-epochs 3``); "" for others."""
+    if not isinstance(error, click.NoSuchOption) or not error.ctx:
+        return ""
+    if not any(parameter.name == "sets" for parameter in error.ctx.command.params):
+        return ""
+    from hvd_train.config import explain
+
+    name = error.option_name.lstrip("-").replace("-", "_")
+    keys = sorted((key for key, *_ in explain() if f".{key}".endswith(f".{name}")), key=lambda key: key.count("."))
+    words = sys.argv[1:]
+    given = next((word for word in words if word.partition("=")[0] == error.option_name), error.option_name)
+    follows = words[words.index(given) + 1 :][:1] if given in words else []
+    value = given.partition("=")[2] or (follows[0] if follows and not follows[0].startswith("--") else "VALUE")
+    return f"No such option '{error.option_name}'. Give --set {keys[0]}={value}." if keys else ""

@@ -316,7 +316,7 @@ class Table:
             column = pc.utf8_trim_whitespace(column.cast("string"))
             column = pc.if_else(pc.equal(column, ""), None, column)
         if column.null_count:
-            raise self._fault(name, _first_null(column), None, "has no value")
+            raise self._fault(name, _first_null(column), None, "the cell is empty")
         return column
 
     def _parsed(self, name: str, column: ChunkedArray, kind: str, fix: str = MEND) -> np.ndarray:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
+from hvd_train.config.names import nearest
 from hvd_train.config.user_code import PASSED_FUNCTIONS, advice_for_misspelled, advice_for_passed, place_of, user_module
 from hvd_train.errors import ConfigError, reason
 from hvd_train.protocol import Build, Field, Sample, one_or_all
@@ -28,6 +30,9 @@ def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, 
             if error.name is None or not f"{zoo}.{name}.".startswith(f"{error.name}."):
                 raise  # a package that the zoo's model needs
             fix = "'hvd-train models' lists the zoo; your own is 'package.module:function'"
+            names = [module.name for module in pkgutil.iter_modules(importlib.import_module(zoo).__path__)]
+            if near := nearest(name, names):
+                fix = f"did you mean '{near}'? {fix}"
             raise ConfigError(f"there is no model '{name}'", where=where, fix=fix) from None
     build = PASSED_FUNCTIONS.get(name) or getattr(module, function or "build", None)
     if not callable(build):

@@ -127,6 +127,8 @@ def train(
         notes = trainer.restore(snapshot)
     too_rare = joins.notes(config, trainer.schedule.total_steps, trainer.progress.step, trainer.limit)
     notes = [*config.notes, *trainer.schedule.notes(), *too_rare, *notes]
+    if resume == "auto" and snapshot is None:
+        notes = [f"note: --resume auto found no checkpoint in {run_dir}: the run begins anew", *notes]
     start = [messages.start(job, trainer, snapshot), *notes, *filter(None, [trainer.complete])]
     log.message("\n".join(start))
     if communicator.rank == 0 and ":" in config.model.name and not job.session.links:

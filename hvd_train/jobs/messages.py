@@ -37,6 +37,11 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
         f"{len(job.data.val):,} validation samples",
         f"{amount(size, 'rank')}, global batch {trainer.global_batch}, {steps}",
     ]
+    if trainer.global_batch > trainer.train_size:
+        lines.append(
+            f"note: the global batch holds more than the {trainer.train_size:,} training samples: a step takes all of "
+            "them, and is an epoch"
+        )
     if trainer.groups.links:
         stages, micro = trainer.groups.links.size, c.parallel.microbatches
         replicas = amount(trainer.groups.data.size, "replica")

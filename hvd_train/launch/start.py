@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from hvd_train.errors import CommunicationError
+from hvd_train.errors import CommunicationError, amount
 from hvd_train.launch import process
 from hvd_train.launch.environment import CORES
 from hvd_train.launch.host_news import HostNews
@@ -46,6 +46,16 @@ def environment(hosts: Hosts | None = None) -> dict[str, str]:
     return env
 
 
+def note_of_cores(num_proc: int) -> None:
+    """Say where many more ranks are started on this host than it has cores; two a core may be a trial."""
+    cores = len(os.sched_getaffinity(0))
+    if num_proc > 2 * cores:
+        what = (
+            f"{num_proc} ranks share {amount(cores, 'core')} of this host: they compute in turn, and each waits for all"
+        )
+        print(f"note: {what}; -np {cores} is faster", file=sys.stderr, flush=True)
+
+
 def launch(
     num_proc: int,
     launcher: str,
@@ -63,6 +73,8 @@ def launch(
     """
     if hosts:
         hosts.needed(num_proc)  # raises if there are too few slots
+    else:
+        note_of_cores(num_proc)
     chosen = choose(launcher) if num_proc > 1 or hosts else NONE
     return start(chosen, Layout(num_proc, hosts), program or [sys.executable, "-m", module, *arguments], verbose, more)
 

@@ -74,6 +74,7 @@ def supervise(
                 "this kernel cannot watch processes", where="--max-restarts", fix="Linux 5.3 or later can"
             )
         return start.launch(num_proc, launcher, arguments, verbose)
+    start.note_of_cores(num_proc)
     chosen = choose(launcher) if num_proc > 1 else NONE
     known, restarts, idle = _checkpoints(run_dir), 0, 0
     furthest, fewest = (-1, -1), min(min_np or num_proc, num_proc)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ def _label(name: str) -> str:
 
 BY = {"epoch": epochs, "step": steps}
 COLUMNS = 3
+MARKS = "os^Dvp*Xh<>"
+FEW, APART = 8, 0.1  # values that get a label each; the least distance of two, as a part of the axis
 FAR = 4  # times the smallest: beyond that a logarithmic scale shows more
 READABLE = 40  # classes whose names and counts have room in a picture
 
@@ -44,35 +47,56 @@ def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
     """Draw loss and metrics of all runs, by epoch or by line of the log; training dashed, validation solid."""
     from matplotlib.ticker import MaxNLocator
 
+    names = [run_dir.name for run_dir in run_dirs]
     runs = []
     for run_dir in run_dirs:
         rows, damaged = jsonl.read(run_dir)
-        runs.append((_label(run_dir.name), rows))
+        runs.append((_label(run_dir.name if len(set(names)) == len(names) else str(run_dir)), rows))
         if damaged:
             warn(f"{amount(damaged, 'damaged line')} of {run_dir / jsonl.NAME} left out")
     # All other keys of an evaluation are metrics.
     fixed = ("event", "epoch", "step", "samples", "lr", "samples_per_second")
     lines = [row for _, rows in runs for row in rows if row["event"] == "val"]
-    names = [*dict.fromkeys(["loss", *(key for row in lines for key in row if key not in fixed)])]
-    across, down = min(COLUMNS, len(names)), -(-len(names) // COLUMNS)
+    metrics = [*dict.fromkeys(["loss", *(key for row in lines for key in row if key not in fixed)])]
+    across, down = min(COLUMNS, len(metrics)), -(-len(metrics) // COLUMNS)
     figure = _figure(5 * across, 3.8 * down)
-    axes = [figure.add_subplot(down, across, k + 1) for k in range(len(names))]
+    axes = [figure.add_subplot(down, across, k + 1) for k in range(len(metrics))]
     for k, (name, rows) in enumerate(runs):
-        # Equal runs lie on one another: the first is drawn widest, so that each stays visible.
-        line: dict[str, Any] = {
-            "color": f"C{k % 10}",
-            "linewidth": 1.5 + 2.0 * (len(runs) - 1 - k),
-            "alpha": 0.5 + 0.5 * k / len(runs),
-        }
-        for axis, value in zip(axes, names, strict=True):
+        # All lines are of one width. Equal runs lie on one another: marks at other places keep each visible.
+        line: dict[str, Any] = {"color": f"C{k % 10}", "linewidth": 1.5, "alpha": 0.9, "markersize": 5}
+        line |= {"marker": MARKS[k % len(MARKS)], "markevery": (0.2 * k / len(runs), 0.2)}
+        for axis, value in zip(axes, metrics, strict=True):
             for event, style in (("train", "--"), ("val", "-")):
                 axis.plot(*BY[by](rows, event, value), style, label=f"{name}, {event}", **line)
-    for axis, value in zip(axes, names, strict=True):
+    for axis, value in zip(axes, metrics, strict=True):
         axis.set(xlabel=by, ylabel=_label(value))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+    # One for all: in each of several pictures it would hide the curves.
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8, handlelength=4)
     _write(figure, picture)
+
+
+def set_ticks(axis: Any, values: Sequence[float], log: bool) -> None:
+    """Label the x axis at the values themselves where they are few, leaving out those whose labels would collide."""
+    from matplotlib.ticker import NullFormatter, NullLocator
+
+    if log:
+        axis.set_xscale("log")
+    places = sorted(set(values))
+    low, high = (math.log(places[k]) if log else places[k] for k in (0, -1))
+    if len(places) > FEW:
+        if log:
+            axis.xaxis.set_minor_formatter(NullFormatter())
+        return
+    kept: list[float] = []
+    for x in places:
+        at = [(math.log(one) if log else one) for one in (*kept[-1:], x)]
+        if not kept or at[-1] - at[0] >= APART * (high - low):
+            kept.append(x)
+    axis.set_xticks(kept, [f"{x:g}" for x in kept])
+    axis.xaxis.set_minor_locator(NullLocator())
 
 
 def rates(steps: Sequence[int], values: Sequence[float], steps_per_epoch: int, title: str, picture: Path) -> None:

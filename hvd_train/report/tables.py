@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import textwrap
@@ -13,6 +14,8 @@ from hvd_train.errors import CheckpointError, ConfigError, printable
 from hvd_train.run_folder import reading
 from hvd_train.run_folder.terminal import on_terminal
 
+IN_TABLE = ("run_dir", "framework", "model.name")  # keys that the first table shows
+LETTERS = 40  # of a value
 SHOWN = {"framework": str, "model": str, "world_size": int, "epochs": int, "steps": int, "samples_per_second": float}
 LONG = 1e15  # a number that would fill the line
 
@@ -82,7 +85,7 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 
 def side_by_side(run_dirs: Sequence[Path]) -> str:
-    """Return a table of the results of finished runs, one row each."""
+    """Return a table of the results of finished runs, one row each, and one of the keys in which they differ."""
     runs = [summary(run_dir) for run_dir in run_dirs]
     metrics = dict.fromkeys(key for run in runs for key in run if key.startswith("val_") and key != "val_samples")
     header = ["run folder", "framework", "model", "ranks", "epochs", "steps"]
@@ -92,4 +95,24 @@ def side_by_side(run_dirs: Sequence[Path]) -> str:
         row = [str(run_dir), *(run[key] for key in ("framework", "model", "world_size", "epochs", "steps"))]
         row += [cell(run[key]) if reading.number(run.get(key)) else "-" for key in metrics]
         rows.append([*row, cell(run["samples_per_second"], ",.0f")])
-    return table(header, rows)
+    keys = _differing(run_dirs)
+    return "\n".join([table(header, rows), *(["", table(["key", *map(str, run_dirs)], keys)] if keys else [])])
+
+
+def _differing(run_dirs: Sequence[Path]) -> list[list[str]]:
+    """Return (key, value of each run) of the configurations' keys in which the runs differ."""
+    from hvd_train.config import leaves
+
+    configs = [dict(leaves(reading.yaml_object(run_dir / "config.yaml"))) for run_dir in run_dirs]
+    keys = [key for key in dict.fromkeys(key for config in configs for key in config) if key not in IN_TABLE]
+    rows = [[key, *(_short(config.get(key, ...)) for config in configs)] for key in keys]
+    return [row for row, key in zip(rows, keys, strict=True) if any(c.get(key) != configs[0].get(key) for c in configs)]
+
+
+def _short(value: object) -> str:
+    text = (
+        "-"
+        if value is ...
+        else printable(value if isinstance(value, str) else json.dumps(value, default=str), one_line=True)
+    )
+    return text if len(text) <= LETTERS else f"{text[: LETTERS - 3]}..."

@@ -12,12 +12,15 @@ from typing import Any
 from hvd_train.config import resolved_yaml
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.files import put
+from hvd_train.report.plots import set_ticks
 from hvd_train.report.tables import table
 from hvd_train.run_folder.terminal import say
 from hvd_train.sweep import repeats
 from hvd_train.sweep.folder import Sweep, state
 from hvd_train.sweep.halving import best_first
 from hvd_train.sweep.plan import Trial
+
+LETTERS = 24  # of a value in the picture, and of all values of an axis beside each other
 
 
 def rows(sweep: Sweep) -> tuple[list[str], list[list[Any]]]:
@@ -162,14 +165,16 @@ def picture(path: Path, sweep: Sweep, best_trials: Sequence[Trial], title: str) 
     for axis, key in zip(axes[0], keys, strict=True):
         at = [trial.values[key] for trial in done]
         numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in at)
-        place = at if numbers else [str(x) for x in at]
+        place = at if numbers else [str(x) if len(str(x)) <= LETTERS else f"{str(x)[:LETTERS]}..." for x in at]
         axis.scatter(place, values, facecolors=filled, edgecolors="C0", label="trial")
         # A fold of the best may have failed.
         marked = [k for k, trial in enumerate(done) if trial.number in {one.number for one in best_trials}]
         stars: dict[str, Any] = {"marker": "*", "s": 200, "color": "C1", "label": f"best: {title}"}
         axis.scatter([place[k] for k in marked], [values[k] for k in marked], **stars)
-        if numbers and min(at) > 0 and max(at) >= 8 * min(at):
-            axis.set_xscale("log")
+        if numbers:
+            set_ticks(axis, at, log=min(at) > 0 and max(at) >= 8 * min(at))
+        elif sum(map(len, set(place))) > LETTERS:
+            axis.tick_params("x", rotation=90)
         axis.set(xlabel=key)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(monitor)

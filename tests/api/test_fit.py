@@ -298,6 +298,18 @@ def greedy(framework):
     return keras.Sequential([keras.Input((6,)), Greedy(CLASSES, dtype="float32")])
 
 
+def test_a_start_says_what_a_slip_does(tmp_path, capsys):
+    """A mistyped run folder, and a batch of more samples than there are: both trained without a word."""
+    keys = config(tmp_path / "frist", global_batch_size=4096, max_epochs=1)
+    hvd_train.fit(keys, model=built("pytorch"), data=DATA, resume="auto")
+    out = capsys.readouterr().out
+    assert f"note: --resume auto found no checkpoint in {tmp_path / 'frist'}: the run begins anew\n" in out
+    held = f"note: the global batch holds more than the {len(DATA[0][0])} training samples: a step takes all of them"
+    assert held in out
+    hvd_train.fit({**keys, "max_epochs": 2}, model=built("pytorch"), data=DATA, resume="auto")
+    assert "found no checkpoint" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
 def test_f18_too_little_memory_is_one_line(tmp_path, framework):
     with pytest.raises(CommunicationError, match="out of memory: .*; lower batch_size"):

@@ -363,5 +363,8 @@ def test_the_command():
     assert {path.stem for path in guide.PAGES.glob("*.md")} == set(guide.ORDER)
     shown = CliRunner().invoke(cli, ["guide", "errors"]).output
     assert "When things go wrong" in shown and "NonFiniteError" in shown and "|---|" not in shown
+    found = CliRunner().invoke(cli, ["guide", "Freeze"])
+    assert found.exit_code == 0 and "fine-tuning" in found.output and "transfer-learning" in found.output
+    assert isinstance(CliRunner().invoke(cli, ["guide", "eror"]).exception, ConfigError)
     with pytest.raises(ConfigError, match="the guide has no page 'error'; hvd-train guide; did you mean 'errors'"):
         guide.page("error")

@@ -18,6 +18,12 @@ from tests.cli.running import run
         (["fit", "-np", "2", "--min-np", "1"], "nothing starts again on fewer ranks; --min-np; give --max-restarts"),
         (["fit", "-np", "2", "--spares", "1"], "spares take the place of ranks at a restart; --spares"),
         (["fit", "--sed", "3"], "'--seed'"),
+        (
+            ["fit", "--max_epochs", "3"],
+            "No such option '--max_epochs'. Give --set max_epochs=3. See 'hvd-train fit --h",
+        ),
+        (["find-lr", "--batch-size=8"], "No such option '--batch-size'. Give --set batch_size=8. See"),
+        (["watch", "--lr", "3"], "No such option '--lr'."),
         (["fit", "--seed", "-1"], "-1 is not in the range x>=0"),
         (["fit", "-c", "nothing.yaml"], "cannot read the configuration: No such file or directory; nothing.yaml"),
         (["fit", "--set", "optim.lrr=1"], "--set optim.lrr=1: optim.lrr: unknown key; did you mean 'optim.lr'?"),

@@ -171,7 +171,7 @@ def fault(path, **keys):
 CSV_FAULTS = {
     "word": ("a,y\n1,2\n3,4\nx7,6\n5,5\n", {}, ["'x7' is no number", "column 'a', row 3"]),
     "late word": ("a,y\n" + "1,2\n" * 70_000 + "1,?\n", {}, ["'?' is no number", "column 'y', row 70001"]),
-    "empty cell": ("a,y\n1,2\n ,4\n", {}, ["has no value", "column 'a', row 2"]),
+    "empty cell": ("a,y\n1,2\n ,4\n", {}, ["the cell is empty; ", "column 'a', row 2"]),
     "nan": ("a,y\n1,2\nnan,4\n", {}, ["'nan' is NaN", "column 'a', row 2"]),
     "large": ("a,y\n1,2\n1e39,4\n", {}, ["'1e39' is NaN, infinite or too large", "column 'a', row 2"]),
     "short row": ("a,y\n1,2\n3\n", {}, ["1 cells of 2: '3'", "d.csv, row 2"]),

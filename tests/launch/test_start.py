@@ -21,6 +21,16 @@ from hvd_train.launch.launchers.mpirun import Mpirun
 from tests.limits import SECONDS
 
 
+def test_many_more_ranks_than_cores_are_told(monkeypatch, capfd):
+    monkeypatch.setattr(start.os, "sched_getaffinity", lambda _: {3, 7})
+    for ranks in (1, 2, 4):
+        start.note_of_cores(ranks)
+    assert capfd.readouterr().err == "", "two a core may be a trial"
+    start.note_of_cores(40)
+    what = "40 ranks share 2 cores of this host: they compute in turn, and each waits for all"
+    assert capfd.readouterr().err == f"note: {what}; -np 2 is faster\n"
+
+
 @pytest.fixture
 def tools(monkeypatch):
     """Which launchers are installed, and whether Horovod speaks MPI."""

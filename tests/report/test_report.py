@@ -58,6 +58,23 @@ def test_runs_side_by_side(tmp_path):
     assert second.split()[6:8] == ["-", "-"]
 
 
+def test_keys_in_which_runs_differ_are_shown(tmp_path):
+    """The page says so, and the table showed none of them."""
+    runs = [write(tmp_path / name, summary=SUMMARY) for name in "abc"]
+    for run, optim, more in zip(runs, ("sgd", "adam", "sgd"), ("", "", "ema: {decay: 0.9}\n"), strict=True):
+        text = f"run_dir: {run}\nframework: pytorch\noptim: {{name: {optim}, lr: 0.1}}\n{more}"
+        (run / "config.yaml").write_text(text)
+    lines = tables.side_by_side(runs).splitlines()
+    assert lines[4] == "" and lines[5].split() == ["key", *map(str, runs)]
+    assert [line.split() for line in lines[6:]] == [
+        ["optim.name", "sgd", "adam", "sgd"],
+        ["ema.decay", "-", "-", "0.9"],
+    ]
+    assert len(tables.side_by_side(runs[:1]).splitlines()) == 2, "one run has no other"
+    (runs[1] / "config.yaml").write_text("a: &a 3\nb: *a\n")
+    assert tables.side_by_side(runs).splitlines()[6].split() == ["optim.name", "sgd", "-", "sgd"], "it is not read"
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -116,8 +133,29 @@ def test_curves_are_drawn_for_each_run(tmp_path, monkeypatch):
     assert labels == ["a, train", "a, val", "b, train", "b, val"]
     assert list(loss.lines[0].get_xdata()) == [1, 2] and list(accuracy.lines[0].get_ydata()) == [0.325, 0.1]
     assert len({line.get_color() for line in loss.lines}) == 2
+    assert len({line.get_linewidth() for line in loss.lines}) == 1, "the widest looked most important"
+    assert len({line.get_marker() for line in loss.lines}) == 2, "and marks show equal runs"
     pyplot.close(figure)
     assert (tmp_path / "new" / "curves.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("values", "log", "labels"),
+    [
+        ([0.1, 0.01, 0.011, 0.01, 1], True, ["0.01", "0.1", "1"]),
+        ([0.9, 0.99, 0.85], False, ["0.85", "0.9", "0.99"]),
+        ([16, 16], False, ["16"]),
+    ],
+)
+def test_ticks_do_not_collide(values, log, labels):
+    from matplotlib import pyplot
+
+    axis = (figure := pyplot.figure()).add_subplot()
+    plots.set_ticks(axis, values, log)
+    figure.canvas.draw()
+    shown = [*axis.get_xticklabels(), *axis.get_xticklabels(minor=True)]
+    assert [text.get_text() for text in shown if text.get_text()] == labels
+    pyplot.close(figure)
 
 
 def test_a_picture_that_cannot_be_written(tmp_path):

@@ -53,7 +53,7 @@ def note_of_cores(num_proc: int) -> None:
         what = (
             f"{num_proc} ranks share {amount(cores, 'core')} of this host: they compute in turn, and each waits for all"
         )
-        print(f"note: {what}; -np {cores} is faster", file=sys.stderr, flush=True)
+        say(f"note: {what}; -np {cores} is faster", err=True)
 
 
 def launch(

@@ -566,7 +566,7 @@ def test_seeds_are_no_state(framework):
     ("name", "what"),
     [
         ("nothing", "there is no model 'nothing'"),
-        ("resnet81", "did you mean 'resnet'? 'hvd-train models' lists the zoo"),
+        ("resnet81", "did you mean 'resnet'. 'hvd-train models' lists the zoo"),
         ("tests.nothing:build", "there is no module 'tests.nothing'"),
         ("tests.own_models:nothing", "has no function 'nothing'"),
         ("tests.own_models:broken", "hidden must be even"),

@@ -24,6 +24,7 @@ from hvd_train.script.dataloader import passes
 from hvd_train.script.weight_check import WeightCheck
 from hvd_train.torch import state_bytes
 from hvd_train.torch.frames import is_running
+from hvd_train.torch.options import rate_of
 
 WHERE = "ht.distribute"
 # Keys of an optimizer's ``state_dict``: the outer optimizer's state; in a file also the slots of ranks 1, 2, ...
@@ -105,7 +106,7 @@ class ModelApart(TrainedApart):
 
     def _settings(self) -> dict[str, str]:
         groups = self._optimizer.param_groups
-        return {f"learning rate of group {g}": str(float(group.get("lr", "nan"))) for g, group in enumerate(groups)}
+        return {f"learning rate of group {g}": rate_of(group) for g, group in enumerate(groups)}
 
     # ---- state
 

@@ -80,7 +80,10 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
             raise CheckpointError(f"there is no {name} in it", where=str(path), fix=fix, common=True)
         try:
             # The same bytes on all ranks: an error here is on all of them, hence ``common``.
-            _owner(part).load_state_dict(state[name])
+            found = state[name]
+            if isinstance(part, torch.optim.Optimizer):
+                found = state_bytes.with_functions(found, part)
+            _owner(part).load_state_dict(found)
             if isinstance(part, torch.optim.Optimizer):
                 lay_slots(part)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -135,5 +138,5 @@ def broadcast(communicator: Communicator, model: torch.nn.Module, optimizers: Se
         for name, x in weights.items():
             tensors[name].copy_(x)
         for optimizer, state in zip(optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(state_bytes.with_functions(state, optimizer))
             lay_slots(optimizer)

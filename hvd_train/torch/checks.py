@@ -17,6 +17,7 @@ from hvd_train.script.apart import check_options
 from hvd_train.torch import registry
 from hvd_train.torch.bit_sum import bits
 from hvd_train.torch.elementwise import numbers_of
+from hvd_train.torch.options import text_of
 
 WHERE = "ht.distribute"
 DTYPES = (torch.float16, torch.float32, torch.float64)  # Horovod has no bfloat16
@@ -119,7 +120,7 @@ def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
         texts[f"optimizer {k}"] = type(optimizer).__name__
         for g, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
-                shown = f"{len(value)} tensors" if key == "params" else str(value)
+                shown = f"{len(value)} tensors" if key == "params" else text_of(value)
                 texts[f"optimizer {k}, group {g}, {key}"] = shown
     return texts
 

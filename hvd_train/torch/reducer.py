@@ -21,6 +21,7 @@ from hvd_train.torch.bit_sum import bits
 from hvd_train.torch.buffers import Buffers
 from hvd_train.torch.gradient_memory import GradientMemory
 from hvd_train.torch.manual_gradients import ManualGradients
+from hvd_train.torch.options import rate_of
 from hvd_train.torch.pass_flags import PassFlags
 from hvd_train.torch.residuals import GradientUse, Residuals
 from hvd_train.torch.running_statistics import RunningStatistics
@@ -401,5 +402,5 @@ class Reducer:
             for g, group in enumerate(optimizer.param_groups):
                 name = type(optimizer).__name__ + f" {k}" * (len(optimizers) > 1)
                 name += f", group {g}" * (len(optimizer.param_groups) > 1)
-                settings[f"learning rate of {name}"] = str(float(group.get("lr", "nan")))
+                settings[f"learning rate of {name}"] = rate_of(group)
         return settings

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -26,7 +28,9 @@ FOREIGN = (
     OverflowError,
     struct.error,
 )
-CONTAINERS = {"list": list, "tuple": tuple, "dict": dict, "Counter": Counter}
+CONTAINERS = {"list": list, "tuple": tuple, "dict": dict, "Counter": Counter, "set": set, "frozenset": frozenset}
+OPTION = re.compile(r"(^|/)param_groups/\d+/")  # the place of an option of an optimizer
+KEPT = object()  # stands for a function among those, which stays what it is in the script that loads
 
 
 def pack(value: Any) -> bytes:
@@ -63,6 +67,16 @@ class _DigestError(Exception):
     pass
 
 
+def with_functions(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state from a file, with the functions that its groups have now."""
+    groups = [
+        {key: now.get(key) if x is KEPT else x for key, x in group.items()}
+        for group, now in zip(state["param_groups"], optimizer.param_groups, strict=False)
+    ]
+    # Of other groups torch says what does not fit.
+    return state | {"param_groups": groups + state["param_groups"][len(groups) :]}
+
+
 def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:
     # safetensors itself has no checksum.
     total = hashlib.sha256(structure.encode())
@@ -85,10 +99,18 @@ def _encode(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_encode(v, f"{place}/{i}", tensors) for i, v in enumerate(value)]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, (set, frozenset)):
+        return {type(value).__name__: [_encode(v, f"{place}/{i}", tensors) for i, v in enumerate(value)]}
+    if callable(value) and OPTION.search(place):
+        return {"kept": place}
     return _plain(value, place)
 
 
 def _plain(value: Any, place: str) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     fix = "save its numbers, strings and tensors"
@@ -101,6 +123,12 @@ def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     ((kind, inner),) = value.items()
     if kind == "tensor":
         return tensors[inner]
-    if kind in ("list", "tuple"):
+    if kind == "dtype":
+        if not isinstance(dtype := getattr(torch, inner, None), torch.dtype):
+            raise ValueError(f"{inner} is no type")
+        return dtype
+    if kind == "kept":
+        return KEPT
+    if kind in ("list", "tuple", "set", "frozenset"):
         return CONTAINERS[kind](_decode(item, tensors) for item in inner)
     return CONTAINERS[kind]({key: _decode(item, tensors) for key, item in inner})

@@ -106,7 +106,7 @@ def before_step(optimizer: torch.optim.Optimizer, recording: Recording) -> None:
 
 def after_step(optimizer: torch.optim.Optimizer, recording: Recording, communicator: Communicator) -> None:
     _drawn[:] = [_generator()]
-    recording.step(float(optimizer.param_groups[0].get("lr", 0.0)), communicator)
+    recording.step(float(optimizer.param_groups[0].get("lr") or 0.0), communicator)
 
 
 def _generator() -> bytes:

@@ -6,12 +6,14 @@ import os
 import struct
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
 
 from hvd_train.errors import CheckpointError
 from hvd_train.torch import checkpoint, state_bytes
+from hvd_train.torch.options import rate_of, text_of
 from hvd_train.torch.state_bytes import KEY, _digest
 
 
@@ -33,6 +35,21 @@ def test_files_give_back_every_bit():
     assert (back["view"] == value["view"]).all()
 
 
+def test_options_of_groups():
+    """Numbers of NumPy, types, sets and functions, which stay those of the script that loads."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    options = {"share": np.float32(0.5), "kind": torch.bfloat16, "names": {"b", "a"}, "function": abs}
+    optimizer = torch.optim.Adafactor([{"params": [weight], "lr": None, **options}])
+    (group,) = state_bytes.unpack(state_bytes.pack({"o": optimizer.state_dict()}))["o"]["param_groups"]
+    assert {k: group[k] for k in options} == options | {"function": state_bytes.KEPT} and type(group["share"]) is float
+    optimizer.load_state_dict(state_bytes.with_functions({"state": {}, "param_groups": [group]}, optimizer))
+    assert {k: optimizer.param_groups[0][k] for k in options} == options and group["lr"] is None
+    one, other = Counter.fromkeys, Counter().most_common  # where the second's object lies in memory is no difference
+    assert text_of([one, other, {"b", "a"}]) == text_of([one, Counter().most_common, {"a", "b"}])
+    assert text_of((object(), {"n": np.float32(0.5)})) == text_of([object(), {"n": 0.5}])
+    assert rate_of(group) == "none" and rate_of({"lr": torch.tensor(0.5)}) == "0.5" == rate_of({"lr": np.float32(0.5)})
+
+
 def test_files_keep_keys_apart():
     value = {"a/b": torch.ones(1), "a": {"b": torch.zeros(2)}, 1: torch.ones(3), "1": torch.ones(4)}
     value |= {"1'": torch.ones(5), None: [torch.ones(6)], "None/0": torch.ones(7)}
@@ -43,8 +60,8 @@ def test_files_keep_keys_apart():
 
 
 def test_files_hold_no_objects_and_no_faults():
-    with pytest.raises(CheckpointError, match="a set cannot be saved; own/1"):
-        state_bytes.pack({"own": [0, {1}]})
+    with pytest.raises(CheckpointError, match="a function cannot be saved; own/1"):
+        state_bytes.pack({"own": [0, lambda: 1]})
     content = state_bytes.pack({"x": torch.arange(8.0)})
     flipped = bytes([*content[:-1], content[-1] ^ 1])
     for bad in (b"", b"123", content[:-4], flipped, content[:9]):
@@ -61,7 +78,8 @@ def crafted(structure, **about):
 STRUCTURES = [
     "{}",
     '{"a": 1, "b": 2}',
-    '{"set": []}',
+    '{"deque": []}',
+    '{"dtype": "load"}',
     '{"tensor": "y"}',
     '{"tensor": []}',
     '{"dict": 1}',

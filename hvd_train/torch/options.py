@@ -1,0 +1,25 @@
+"""Options of an optimizer's groups as texts, which ranks compare."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+def text_of(value: Any) -> str:
+    """Return a text of an option of an optimizer, the same in each process."""
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(text_of, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(text_of, value))})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{text_of(k)}: {text_of(x)}' for k, x in value.items())}}}"
+    # Functions and objects show where they lie in this process' memory.
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def rate_of(group: Mapping[str, Any]) -> str:
+    """Return a text of a group's learning rate, which Adafactor may choose itself: then it is None."""
+    rate = group.get("lr")
+    return "none" if rate is None else str(float(rate))

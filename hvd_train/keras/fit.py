@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from hvd_train.errors import ConfigError, EndedRankError, LostRankError
 from hvd_train.frontends.base import checksum
 from hvd_train.keras import losses, metrics
 from hvd_train.keras.apart import ModelApart
-from hvd_train.keras.callbacks import SyncCallback, callbacks_of, within_slot
+from hvd_train.keras.callbacks import WRITERS, SyncCallback, callbacks_of, within_slot
 from hvd_train.keras.data.arrays import ArrayParts, split
 from hvd_train.keras.data.dataset import BatchOrderDigest
 from hvd_train.keras.data.leaves import BATCH, BATCH_SIZE, kind_of
@@ -63,7 +64,12 @@ class DistributedFit:
         self._steps, self._slow = 0, slow
         self.apart: ModelApart | None = None  # where ranks train apart
         self.turns: Callable[[Any], Any] = lambda callbacks: callbacks  # in which savers act, with sharded optimizers
-        self._check_weights = WeightCheck(world, every, self._checksums, self._settings, APART_FIX)
+        self._alone: list[Any] = []  # callbacks of this call that act on rank 0 alone
+        known = {id(x) for x in optimizers_of(model)}
+        inner = [x for x in model._flatten_layers() if isinstance(x, keras.Model) and x is not model]
+        names = [x.name for x in inner if id(getattr(x, "optimizer", None) or self) not in {*known, id(self)}]
+        fix = f"make the optimizer of {', '.join(names)} an attribute of this model, if it is used; {APART_FIX}"
+        self._check_weights = WeightCheck(world, every, self._checksums, self._settings, fix if names else APART_FIX)
         # Only optimizer.apply in a loop of the script comes here: ``fit`` counts its steps by a callback.
         reduction.stepped = lambda steps: self._looped(steps, "optimizer.apply")
         Reduction.moved.clear()  # models of before would live on in it
@@ -109,6 +115,7 @@ class DistributedFit:
             call |= {"validation_batch_size": eval_shard.batch, "validation_steps": eval_shard.limit}
         callbacks = self.turns(call["callbacks"])
         call["callbacks"] = callbacks_of(callbacks, self.world.rank == 0, SyncCallback(self, call["x"]))
+        self._alone = [x for x in call["callbacks"] if isinstance(x, WRITERS)] if self.world.size > 1 else []
         if isinstance(call["x"], ArrayParts):
             call["x"] = call["x"].as_keras(keras.backend.backend() == "tensorflow", call["class_weight"] is not None)
         call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
@@ -124,7 +131,7 @@ class DistributedFit:
             try:
                 history = self._fit(**call)
             finally:
-                self._order_digest = None
+                self._order_digest, self._alone = None, []
         self.compare("model.fit, its end")
         return history
 
@@ -269,6 +276,7 @@ class DistributedFit:
 
     def _begin(self, where: str) -> None:
         """Check that all ranks make the same call, before they exchange anything in it."""
+        self._check_callback(where)
         self.pause()
         fix = "fit, evaluate and predict: call them on all ranks"
         try:
@@ -278,6 +286,19 @@ class DistributedFit:
         except LostRankError as error:
             raise LostRankError("another rank was lost or has ended", where=where, fix=fix) from error
         self.state.share_layer_states(where)
+
+    def _check_callback(self, where: str) -> None:
+        """Raise ConfigError where a callback that acts on rank 0 alone makes a call of all ranks."""
+        frame = sys._getframe(1) if self._alone else None
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if any(owner is callback for callback in self._alone):
+                what = (
+                    f"the callback {type(owner).__name__} writes files, so it acts on rank 0 alone, and calls {where}"
+                )
+                fix = "make the call in a keras.callbacks.Callback of its own, which acts on all ranks"
+                raise ConfigError(what, where="model.fit", fix=fix)
+            frame = frame.f_back
 
     def _check(self, where: str) -> None:
         if self.model._loss_tracker is not self.patches.compiled:

@@ -159,18 +159,18 @@ def _settings(layer: Any) -> dict[str, str]:
         config = {}
     left_out = (*APART, *(SENT if isinstance(layer, ADAPTED) else ()))
     shown = {k: v for k, v in config.items() if k not in left_out and "initializer" not in k}
-    return {"class": type(layer).__name__} | {k: _short(json.dumps(_comparable(v))) for k, v in shown.items()}
+    return {"class": type(layer).__name__} | {k: _short(json.dumps(comparable(v))) for k, v in shown.items()}
 
 
 def _attributes(layer: Any) -> dict[str, str]:
     """Return {name: digest} of the numbers, texts and arrays that a layer of the user's class holds."""
     if not _is_users(layer):
         return {}
-    held = {k: _comparable(v) for k, v in vars(layer).items() if not k.startswith("_") and not ATTRIBUTES.search(k)}
+    held = {k: comparable(v) for k, v in vars(layer).items() if not k.startswith("_") and not ATTRIBUTES.search(k)}
     return {k: _digest(v) for k, v in held.items() if v is not None}
 
 
-def _comparable(x: Any) -> Any:
+def comparable(x: Any) -> Any:
     """Return what can be compared of a value, in JSON's types; None: nothing."""
     if x is None or isinstance(x, bool | int | float):
         return x
@@ -180,16 +180,16 @@ def _comparable(x: Any) -> Any:
         return hashlib.sha256(x).hexdigest()
     if isinstance(x, dict):
         return {
-            str(k): _comparable(v) for k, v in x.items() if k not in (*APART, "code")
+            str(k): comparable(v) for k, v in x.items() if k not in (*APART, "code")
         }  # a lambda's, with its file's path
     if isinstance(x, set | frozenset):
-        return sorted(json.dumps(_comparable(v)) for v in x)
+        return sorted(json.dumps(comparable(v)) for v in x)
     if isinstance(x, list | tuple):
-        return [_comparable(v) for v in x]
+        return [comparable(v) for v in x]
     if isinstance(x, types.FunctionType):
         # A function by its name, defaults and what it closes over: its code has no text that could be compared.
         closed = [cell.cell_contents for cell in x.__closure__ or ()]
-        return [x.__qualname__, _comparable(x.__defaults__), _comparable(closed)]
+        return [x.__qualname__, comparable(x.__defaults__), comparable(closed)]
     if isinstance(x, keras.Variable):  # which is compared and sent as a weight
         return None
     if isinstance(x, np.ndarray | np.generic) or hasattr(x, "numpy") and hasattr(x, "dtype"):

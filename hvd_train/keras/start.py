@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 import weakref
 from collections.abc import Callable
@@ -101,7 +102,9 @@ class Start:
 def _facts(model: Any, arguments: dict[str, Any]) -> dict[str, str]:
     """Return {name: text} of everything that must be equal on all ranks."""
     facts = {v.path: f"{tuple(v.shape)} {v.dtype}" for v in model.variables}
-    config = {"optimizer": "; ".join(f"{type(x).__name__} {x.get_config()}" for x in optimizers_of(model))}
+    configs = [json.dumps(layers.comparable(x.get_config())) for x in optimizers_of(model)]
+    kinds = [type(x).__name__ for x in optimizers_of(model)]
+    config = {"optimizer": "; ".join(map(" ".join, zip(kinds, configs, strict=True)))}
     return {"keras": keras.__version__, "backend": keras.backend.backend(), **facts, **config} | {
         f"hk.distribute({name}=)": str(value) for name, value in arguments.items()
     }

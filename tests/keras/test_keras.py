@@ -236,6 +236,7 @@ def test_a_compiled_graph_is_named_in_one_line_on_rank_0(results):
         ("scored", "model.predict", "first in sequential"),
         ("by hand", "the end of a pass over hk.shard", "hand them to optimizer.apply"),
         ("summed", "hk.reduce", "first in sequential"),
+        ("within", "model.train_on_batch", "; make the optimizer of inner an attribute of this model"),
     ],
 )
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
@@ -371,6 +372,26 @@ hk.distribute(model)
 if hk.rank() == 0:
     model.CALL(np.zeros((40, 4)), verbose=0)
 """
+
+
+WRITER = """
+import keras, numpy as np, hvd_train.keras as hk
+class Board(keras.callbacks.TensorBoard):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.predict(np.zeros((40, 4)), verbose=0)
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+hk.distribute(model).fit(np.zeros((40, 4)), np.zeros((40, 1)), verbose=0, callbacks=[Board("logs")])
+"""
+
+
+def test_a_callback_of_rank_0_that_predicts_is_named_at_once(tmp_path):
+    """It waited for the other rank until a limit of the launcher, and no callback was named."""
+    (tmp_path / "script.py").write_text(WRITER)
+    run = launch(2, "mpirun", [str(tmp_path / "script.py")])
+    output = run.stdout + run.stderr
+    what = "error[rank 0]: the callback Board writes files, so it acts on rank 0 alone, and calls model.predict"
+    assert run.returncode == 2 and what in output and "Traceback" not in output, output[-3000:]
 
 
 @pytest.mark.parametrize(("launcher", "call"), [("mpirun", "evaluate"), ("horovodrun", "predict")])

@@ -128,7 +128,7 @@ def apart():
     """What ranks are told whose weights or learning rates are not the same."""
     x, y = digits()
     weight_check._followed.clear()
-    models = [hk.distribute(compiled()) for _ in range(6)]
+    models = [hk.distribute(compiled()) for _ in range(7)]
 
     def on_one(model):
         if hk.rank() == 1:
@@ -160,12 +160,37 @@ def apart():
         on_one(model)
         hk.reduce(1.0)
 
+    def within(model):
+        """A train_step that uses the optimizer of a model within the model."""
+
+        class Outer(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.inner = compiled(keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)], name="inner"))
+
+            def call(self, x):
+                return self.inner(x)
+
+            def train_step(self, data):
+                scale = keras.ops.mean(data[0])  # differs between ranks, as gradients do
+                weights = self.inner.trainable_variables
+                self.inner.optimizer.apply([keras.ops.ones_like(w) * scale for w in weights], weights)
+                return {}
+
+        outer = Outer()
+        outer.build((None, 64))
+        outer.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
+        hk.distribute(outer)
+        part = x[hk.rank() :: hk.size()]
+        for _ in range(2):
+            outer.train_on_batch(part, part)
+
     messages = {}
 
     def callback(model):
         fit(model, x, y, epochs=9, callbacks=[LocalPlateau()])
 
-    cases = {"summed": summed, "by hand": by_hand, "callback": callback, "loop": loop, "rate": rate}
+    cases = {"summed": summed, "by hand": by_hand, "within": within, "callback": callback, "loop": loop, "rate": rate}
     for name, misuse in (cases | {"scored": predicting}).items():
         try:
             misuse(models.pop())

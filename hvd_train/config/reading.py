@@ -100,7 +100,8 @@ def plain(text: str, file: str) -> Any:
     Raises ConfigError, ValueError, RecursionError and YAMLError.
     """
     _check_size(text, file)
-    return yaml.load(text, Loader)  # a safe one
+    node = yaml.compose(text, Loader)
+    return None if node is None else _plain(node, (), {}, file, [])
 
 
 def _check_size(text: str, file: str) -> None:

@@ -1,6 +1,10 @@
 """``python -m hvd_train`` is ``hvd-train``."""
 
-from hvd_train.cli.main import main
+import sys
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder: a file there must not take the place of a module of ours
+    from hvd_train.cli.main import main
+
     main()

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.launch.launchers.installed import python
 from hvd_train.launch.process import PR_SET_PDEATHSIG
 from hvd_train.launch.stub import ACCEPTED, ANSWER_SECONDS, LENGTH, STATUS, same_user
 
@@ -52,7 +53,7 @@ class Place:
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
-        sys.argv = ["hvd-train", *self.program[3:]]  # python -m hvd_train ...
+        sys.argv = ["hvd-train", *self.program[len(python("hvd_train")) :]]
         # All forks have copies of the same generators.
         random.seed()
         np.random.seed()

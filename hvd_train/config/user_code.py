@@ -8,8 +8,8 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
-from importlib.machinery import PathFinder
+from collections.abc import Callable, Collection, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,7 @@ NOT_OF_USER = tuple(
 TRACED = "__autograph_generated_file"  # TensorFlow's own copy of a function
 PASSED_FUNCTIONS: dict[str, Callable[..., Any]] = {}  # to ``hvd_train.fit``, while it runs
 _folder: list[str] = []  # the configuration's ``code_dir``
+_added: list[str] = []  # the entries of ``sys.path`` that are the user's folders
 
 
 def look_in(folder: str | None) -> None:
@@ -37,11 +38,14 @@ def _places() -> list[str]:
 def user_module(name: str, where: str, kind: type[TrainError] = ConfigError) -> ModuleType:
     """Import the module of ``package.module:function``; raises ``kind`` if it cannot be imported."""
     module = name.partition(":")[0]
-    # A console script has its own folder on the path, and not the one where the user stands.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    if _folder and sys.path[0] != _folder[0]:
-        sys.path.insert(0, _folder[0])
+    _extend_path()
+    mine, installed = _find(module, _places()), _find(module, list(filter(is_library, sys.path)))
+    if mine and installed and mine[-1].origin != installed[-1].origin:
+        what = f"there are two modules '{module}': {mine[-1].origin} and the installed {installed[-1].origin}"
+        raise kind(what, where=where, fix="rename yours")
+    preferred = ModulesOf({module.partition(".")[0]}, _places())
+    if mine and not installed:
+        sys.meta_path.insert(0, preferred)
     try:
         return importlib.import_module(module)
     except SyntaxError as error:
@@ -55,6 +59,51 @@ def user_module(name: str, where: str, kind: type[TrainError] = ConfigError) -> 
             what = f"there is no module '{module}'"
             fix = f"it was looked for in {', then in '.join(_places())}; start there where it lies, or set code_dir"
         raise kind(what, where=where, fix=fix) from error
+    finally:
+        if preferred in sys.meta_path:
+            sys.meta_path.remove(preferred)
+
+
+def _extend_path() -> None:
+    """Let the user's modules import one another. Their folders come last: a file there must not take the place of a
+    module of the standard library, or of a library that is loaded later."""
+    for folder in _added:
+        if folder in sys.path:
+            sys.path.remove(folder)
+    _added[:] = [folder for folder in _places() if folder not in sys.path]
+    sys.path += _added
+
+
+class ModulesOf:
+    """For ``sys.meta_path``: finds the modules of these names in these folders, whatever libraries there are beside.
+    Several wheels leave packages called ``tests`` or ``tools`` behind."""
+
+    def __init__(self, names: Collection[str], folders: Sequence[str]) -> None:
+        self._names, self._folders = names, folders
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, self._folders) if name in self._names else None
+
+
+def _find(name: str, path: Sequence[str]) -> list[ModuleSpec]:
+    """Find a module and the packages around it, outermost first, without running any of it. [] if one is missing, or
+    the standard library has the first name."""
+    specs: list[ModuleSpec] = []
+    if name.partition(".")[0] in sys.stdlib_module_names:
+        return specs
+    for part in name.split("."):
+        # The part's own name: for a full one the packages around it would have to be imported.
+        spec = PathFinder.find_spec(part, path)
+        if spec is None:
+            return []
+        specs.append(spec)
+        path = list(spec.submodule_search_locations or [])
+    return specs
+
+
+def is_library(path: str) -> bool:
+    """Return whether a file or folder belongs to the standard library or to an installed package."""
+    return any(Path(path).is_relative_to(library) for library in sysconfig.get_paths().values())
 
 
 def user_frames(error: BaseException | None) -> list[traceback.FrameSummary]:
@@ -83,18 +132,11 @@ def source_of(name: str) -> list[Path]:
 
     Nothing is imported, because the caller asks before it trusts the code.
     """
-    # PathFinder finds a module without running any of it.
-    top, *rest = name.partition(":")[0].split(".")
-    if top in sys.stdlib_module_names:
-        return []
-    spec = PathFinder.find_spec(top, [*_places(), *sys.path])
-    if spec is None:
-        return []
-    folders = [Path(x) for x in spec.submodule_search_locations or []]
-    inner = [folder.joinpath(*rest).with_suffix(".py") for folder in folders if rest]
-    sources = [*([Path(spec.origin)] if spec.origin else []), *folders, *(x for x in inner if x.exists())]
-    libraries = [Path(path) for path in sysconfig.get_paths().values()]
-    return [] if any(x.is_relative_to(library) for x in sources for library in libraries) else sources
+    module = name.partition(":")[0]
+    sources: list[str] = []
+    for spec in _find(module, _places()) or _find(module, sys.path):
+        sources += [*([spec.origin] if spec.origin else []), *(spec.submodule_search_locations or [])]
+    return [] if any(map(is_library, sources)) else [Path(source) for source in sources]
 
 
 def user_function(name: str, where: str, kind: type[TrainError] = ConfigError) -> Callable[..., Any]:

@@ -48,7 +48,7 @@ print(json.dumps(out))
 def _look(framework: str) -> dict:
     record = FRAMEWORKS[framework]
     # The variables are those of a rank, which change what is loaded and printed.
-    line = [sys.executable, "-c", LOOK, record.packages[0], record.module, record.horovod]
+    line = [sys.executable, "-P", "-c", LOOK, record.packages[0], record.module, record.horovod]
     env = {**os.environ, **record.settings, **record.quiet}
     try:
         done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import marshal
+import os
 import pickle
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from hvd_train.config.user_code import is_library
 from hvd_train.errors import CommunicationError, ConfigError, RankError
 from hvd_train.launch.environment import world
 from hvd_train.launch.start import launch
@@ -40,10 +42,27 @@ def call(
         raise ConfigError(what, where=WHERE, fix="open files, sockets and locks inside the function") from error
     with tempfile.TemporaryDirectory(prefix="hvd-train-launch-") as temporary:
         folder = Path(temporary)
-        (folder / "path.json").write_text(json.dumps(sys.path))
+        (folder / "path.json").write_text(json.dumps(_paths()))
         (folder / "call").write_bytes(packed)
         code = launch(np, launcher, [temporary], module="hvd_train.launch.rank")
         return _results(folder, np, code)
+
+
+def _paths() -> dict[str, list[str]]:
+    """Return where the ranks are to look for modules, and which ones in the folder of this script or notebook.
+
+    Python puts that folder first, and there it stands for the caller alone. For the ranks it comes last, except for
+    the modules that the caller has from it: a file in it takes the place of no other.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    own = {"", os.getcwd(), *([os.path.dirname(os.path.abspath(script))] if script and not is_library(script) else [])}
+    folders = [folder or os.getcwd() for folder in sys.path if folder in own]
+    files = {name: Path(module.__file__) for name, module in sys.modules.items() if getattr(module, "__file__", None)}
+    names = [
+        name for name, file in files.items()
+        if "." not in name and str(file.parents[file.name == "__init__.py"]) in folders
+    ]  # fmt: skip
+    return {"libraries": [folder for folder in sys.path if folder not in own], "folders": folders, "names": names}
 
 
 def _packed(what: Any) -> bytes:

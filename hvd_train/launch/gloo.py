@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 from hvd_train.errors import CommunicationError, stopped_code
 from hvd_train.launch.hosts import ALIVE, SSH, Hosts, parse, travelling
+from hvd_train.launch.launchers.installed import python
 from hvd_train.launch.rendezvous.endpoint import LOOPBACK, Endpoint, interface_of
 from hvd_train.launch.rendezvous.server import RendezvousServer
 from hvd_train.launch.world import World
@@ -273,7 +274,7 @@ def _interface_to(hosts: Sequence[str]) -> str:
 
 def _ssh(host: str) -> list[str]:
     path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
-    words = ["exec", "env", *path, sys.executable, "-m", "hvd_train.launch.gloo", "--remote"]
+    words = ["exec", "env", *path, *python("hvd_train.launch.gloo"), "--remote"]
     return [*SSH, *ALIVE, host, f"cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"]
 
 

@@ -161,7 +161,7 @@ def asked(hosts: Sequence[str], code: str = VERSION) -> dict[str, tuple[int, str
     path = f"PYTHONPATH={os.environ['PYTHONPATH']}" if "PYTHONPATH" in os.environ else ""
 
     def one(host: str) -> tuple[int, str, str]:
-        line = ["cd", os.getcwd(), "&&", "env", *([path] if path else []), sys.executable, "-c", code]
+        line = ["cd", os.getcwd(), "&&", "env", *([path] if path else []), sys.executable, "-P", "-c", code]
         words = " ".join(word if word == "&&" else shlex.quote(word) for word in line)
         try:
             done = subprocess.run(

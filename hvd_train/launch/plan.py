@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from hvd_train.launch.environment import world
 from hvd_train.launch.hosts import Hosts, look, spread
 from hvd_train.launch.launchers import AUTO, NONE, choose, named
 from hvd_train.launch.launchers.base import Launcher, Layout
+from hvd_train.launch.launchers.installed import python
 from hvd_train.launch.snapshots import in_memory
 from hvd_train.launch.spares import Spares
 from hvd_train.launch.start import command, launch, start
@@ -49,7 +49,7 @@ class Restarts:
 
 
 def _program(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "hvd_train", *words]
+    return [*python("hvd_train"), *words]
 
 
 @dataclass(frozen=True)

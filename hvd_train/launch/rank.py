@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from hvd_train.config.user_code import ModulesOf
 from hvd_train.errors import LostRankError, TrainError
 from hvd_train.launch.environment import prepare_rank, world
 from hvd_train.launch.exit import exit_rank
@@ -23,7 +24,9 @@ def main() -> None:
     # The function may load a framework before it comes to hvd_train.
     prepare_rank(here, None, "auto", verbose=True)
     try:
-        sys.path[:] = json.loads((folder / "path.json").read_text())
+        paths = json.loads((folder / "path.json").read_text())
+        sys.path[:] = [*paths["libraries"], *paths["folders"]]
+        sys.meta_path.insert(0, ModulesOf(paths["names"], paths["folders"]))
         function, args, kwargs = pickle.loads((folder / "call").read_bytes())
         result = function(*args, **kwargs)
         (folder / f"result.{here.rank}").write_bytes(cloudpickle.dumps(result))

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from hvd_train.launch import process, stub
+from hvd_train.launch.launchers.installed import python
 from hvd_train.launch.start import environment
 from hvd_train.launch.status import StatusTable
 
@@ -30,7 +31,7 @@ class Spares:
         if self._count and self._process is None and all(table.read(rank).step for rank in range(table.ranks)):
             # Names of abstract sockets are open to all users of a host, so nobody should be able to guess this one.
             self._name = f"hvd-train-{secrets.token_hex(16)}"
-            line = [sys.executable, "-m", "hvd_train.cli.spare", self._name, *self._words]
+            line = [*python("hvd_train.cli.spare"), self._name, *self._words]
             self._process = subprocess.Popen(
                 line, env=environment(), start_new_session=True, preexec_fn=process.end_with_parent
             )
@@ -43,8 +44,9 @@ class Spares:
         # The framework in the spare has threads for the first number of ranks.
         if self._process is None or ranks != self._ranks:
             return []
-        python = [sys.executable, "-I", "-S", str(Path(stub.__file__))]
-        return [*python, self._name, sys.executable, "-m", "hvd_train", *arguments]
+        return [
+            sys.executable, "-I", "-S", str(Path(stub.__file__)), self._name, *python("hvd_train"), *arguments
+        ]  # fmt: skip
 
     def close(self) -> None:
         if self._process:

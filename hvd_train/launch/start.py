@@ -16,6 +16,7 @@ from hvd_train.launch.hosts import Hosts, after, look
 from hvd_train.launch.launchers import NONE, choose, named, startable
 from hvd_train.launch.launchers.base import FATAL, LOST_FIX, Launcher, Layout
 from hvd_train.run_folder.terminal import say
+from hvd_train.launch.launchers.installed import python
 
 
 def command(
@@ -31,7 +32,7 @@ def command(
     It starts ``num_proc`` ranks on this host or on ``hosts``. One rank of this host needs no launcher.
     """
     chosen = named(launcher) if num_proc > 1 or hosts else NONE
-    return chosen.command(Layout(num_proc, hosts), program or [sys.executable, "-m", module, *arguments])
+    return chosen.command(Layout(num_proc, hosts), program or [*python(module), *arguments])
 
 
 def environment(hosts: Hosts | None = None) -> dict[str, str]:
@@ -76,7 +77,7 @@ def launch(
     else:
         note_of_cores(num_proc)
     chosen = choose(launcher) if num_proc > 1 or hosts else NONE
-    return start(chosen, Layout(num_proc, hosts), program or [sys.executable, "-m", module, *arguments], verbose, more)
+    return start(chosen, Layout(num_proc, hosts), program or [*python(module), *arguments], verbose, more)
 
 
 def start(

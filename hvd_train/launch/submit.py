@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hvd_train.errors import ConfigError
+from hvd_train.launch.launchers.installed import python
 from hvd_train.launch.launchers.srun import Srun
 from hvd_train.launch.rendezvous.secret import SECRET
 from hvd_train.launch.signals import JOB_END
@@ -28,7 +29,7 @@ SHOWN = (r"^ +JobState=(\S+) Reason=(\S+)", r"^ +Requeue=.* ExitCode=(\d+):(\d+)
 # Empty if the job has no time limit. Then ranks stop at the signal alone.
 END_LINE = f'export {JOB_END}=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null)'
 POLL_SECONDS = 2.0
-HERE = (sys.executable, "-m", "hvd_train")
+HERE = python("hvd_train")
 OPTIONS = ("nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node", "time", "partition", "account")
 RUNNING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STAGE_OUT")
 

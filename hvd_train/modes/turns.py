@@ -16,6 +16,7 @@ from typing import Any
 from hvd_train.config import Config, load_config, resolved_yaml
 from hvd_train.errors import ConfigError
 from hvd_train.launch import logged
+from hvd_train.launch.launchers.installed import python
 from hvd_train.modes.ways import Way
 from hvd_train.run_folder import jsonl
 
@@ -65,7 +66,7 @@ def on_ranks(words: Sequence[str]) -> Start:
     """Start ranks with these options of ``fit``, as ``-np 2``."""
 
     def start(measured: list[str]) -> tuple[list[str], dict[str, str]]:
-        return [sys.executable, "-m", "hvd_train", *measured, *words], dict(os.environ)
+        return [*python("hvd_train"), *measured, *words], dict(os.environ)
 
     return start
 

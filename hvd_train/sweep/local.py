@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from hvd_train.launch import logged
+from hvd_train.launch.launchers.installed import python
 from hvd_train.launch.start import environment
 from hvd_train.sweep.folder import CONFIG, LOG, Sweep, begin, fail, state
 from hvd_train.sweep.halving import turn
@@ -39,7 +39,7 @@ def run(sweep: Sweep, num_proc: int | None, launcher: str) -> int:
 
 def _run(trial: Trial, until: int | None, num_proc: int | None, launcher: str) -> int:
     run_dir = Path(trial.config.run_dir)
-    line = [sys.executable, "-m", "hvd_train", "fit", "-c", str(run_dir / CONFIG), "--resume", "auto"]
+    line = [*python("hvd_train"), "fit", "-c", str(run_dir / CONFIG), "--resume", "auto"]
     line += ["--until-epoch", str(until)] if until else []
     line += ["-np", str(num_proc), "--launcher", launcher] if num_proc else []
     env = environment() | {"HVD_TRAIN_TERMINAL": "0"}  # its output goes to a file

@@ -428,9 +428,9 @@ def test_dry_run_prints_the_command_and_starts_nothing(tmp_path):
         [*line, "--launcher", "horovodrun", *TINY], capture_output=True, text=True, timeout=60, env=env
     )
     found = done.stdout.split()
-    assert found[1:3] == ["-m", "hvd_train.launch.gloo"], done.stderr
-    assert found[3:9] == ["-np", "3", "-H", "a:2,b:1", "--network-interfaces", "ib0"]
-    assert found[10:] == ["-m", "hvd_train", "fit", *TINY]
+    assert found[1:4] == ["-P", "-m", "hvd_train.launch.gloo"], done.stderr
+    assert found[4:10] == ["-np", "3", "-H", "a:2,b:1", "--network-interfaces", "ib0"]
+    assert found[11:] == ["-P", "-m", "hvd_train", "fit", *TINY]
 
 
 @pytest.mark.parametrize(
@@ -453,8 +453,8 @@ def test_nnodes_and_nproc_per_node(words, says, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("-np 4 --run-dir x", f"srun -n 4 {sys.executable} -m hvd_train fit --run-dir x"),
-        ("--nnodes 2 --nproc-per-node 4", f"srun -n 8 -N 2 --ntasks-per-node 4 {sys.executable} -m hvd_train fit"),
+        ("-np 4 --run-dir x", f"srun -n 4 {sys.executable} -P -m hvd_train fit --run-dir x"),
+        ("--nnodes 2 --nproc-per-node 4", f"srun -n 8 -N 2 --ntasks-per-node 4 {sys.executable} -P -m hvd_train fit"),
         ("-np 4 --nnodes 2", f"srun -n 4 -N 2 {sys.executable}"),
         ("-np 4 --nnodes 2 --nproc-per-node 4", "-np 4, but 8 ranks"),
         ("--nnodes 2", "how many ranks; --launcher srun; give -np, or"),

@@ -63,7 +63,7 @@ def spare():
 
 
 def place(name, word, folder):
-    line = [sys.executable, "-I", "-S", stub.__file__, name, sys.executable, "-m", "hvd_train", word]
+    line = [sys.executable, "-I", "-S", stub.__file__, name, sys.executable, "-P", "-m", "hvd_train", word]
     env = os.environ | {"PLACE": "here"}
     return subprocess.Popen(line, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -96,7 +96,7 @@ def test_a_place_is_taken_and_the_code_comes_back(spare, tmp_path):
 def test_whoever_is_killed_no_rank_is_left(spare, tmp_path, who):
     name, supervisor, process = spare
     launcher = subprocess.Popen(
-        ["bash", "-c", f"{sys.executable} -I -S {stub.__file__} {name} {sys.executable} -m hvd_train sleep; true"],
+        ["bash", "-c", f"{sys.executable} -I -S {stub.__file__} {name} {sys.executable} -P -m hvd_train sleep; true"],
         stdout=subprocess.DEVNULL,
     )
     (rank,) = until(process.children)

@@ -78,12 +78,12 @@ def test_a_folder_of_temporary_files_that_mpirun_cannot_use(tools, monkeypatch, 
 
 def test_command_lines(tools, monkeypatch):
     tools("mpirun", "horovodrun")
-    program = [sys.executable, "-m", "hvd_train", "fit", "-c", "a b.yaml"]
+    program = [sys.executable, "-P", "-m", "hvd_train", "fit", "-c", "a b.yaml"]
     mpi = start.command(2, "mpirun", ["fit", "-c", "a b.yaml"])
-    assert mpi[-6:] == program
+    assert mpi[-7:] == program
     assert mpi[mpi.index("--bind-to") + 1] == "none"  # a rank binds itself
     gloo = start.command(2, "horovodrun", ["fit"], program=["stub"])
-    assert gloo == [sys.executable, "-m", "hvd_train.launch.gloo", "-np", "2", "stub"]
+    assert gloo == [sys.executable, "-P", "-m", "hvd_train.launch.gloo", "-np", "2", "stub"]
 
 
 def test_environment_keeps_what_the_user_set(monkeypatch):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
+from hvd_train.launch.launchers import installed
 from hvd_train.launch.launchers.base import Launcher, Layout
 
 
@@ -19,7 +19,7 @@ class Horovodrun(Launcher):
 
     def command(self, layout: Layout, program: Sequence[str]) -> list[str]:
         # Not the tool itself, which puts the whole environment on command lines.
-        line = [sys.executable, "-m", "hvd_train.launch.gloo", "-np", str(layout.num_proc)]
+        line = [*installed.python("hvd_train.launch.gloo"), "-np", str(layout.num_proc)]
         if layout.hosts:
             line += ["-H", layout.hosts.words]
             if layout.hosts.interfaces:

@@ -17,6 +17,12 @@ def find_tool(name: str) -> str | None:
     return str(in_environment) if in_environment.exists() else shutil.which(name)
 
 
+def python(module: str) -> list[str]:
+    """Return the command ``python -m MODULE``, with the modules of the environment alone."""
+    # Without -P, Python takes any module first from the current folder, which others may be able to write to.
+    return [sys.executable, "-P", "-m", module]
+
+
 def mpi_built() -> bool:
     """Return whether Horovod speaks MPI."""
     from importlib.util import find_spec

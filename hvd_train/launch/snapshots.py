@@ -6,8 +6,8 @@ the next job begins.
 
 from __future__ import annotations
 
+import fcntl
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,12 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hvd_train.errors import ConfigError
-from hvd_train.run_folder.lock import ticks
 
 VARIABLE = "HVD_TRAIN_SNAPSHOTS"  # the folder, set for the ranks
-PLACE, PREFIX = Path("/dev/shm"), "hvd-train-snapshots-"
-# The owner's pid, and when that process began: the kernel gives pids again.
-NAME = re.compile(PREFIX + r"(\d+)-(\d+)-\w+")
+PLACE, PREFIX = Path("/dev/shm"), "hvd-train-memory-"
 
 
 @contextmanager
@@ -32,16 +29,20 @@ def in_memory(wanted: bool) -> Iterator[None]:
     try:
         for old in PLACE.glob(f"{PREFIX}*"):
             remove_if_orphaned(old)
-        folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{ticks(os.getpid())}-", dir=PLACE)
+        # Another name until it is locked: without a lock it would be an orphan's.
+        folder = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{os.getpid()}-", dir=PLACE))
+        lock = _lock(folder)
+        folder = folder.rename(folder.with_name(folder.name[1:]))
     except OSError as error:
         where, fix = "checkpoint.snapshot_every_n_steps", "set it to 0, and every_n_steps for the disk"
         raise ConfigError(f"{PLACE} cannot be written: {error.strerror}", where=where, fix=fix) from error
     try:
-        os.environ[VARIABLE] = folder
+        os.environ[VARIABLE] = str(folder)
         yield
     finally:
         del os.environ[VARIABLE]
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def folder_of_rank() -> Path | None:
@@ -54,7 +55,24 @@ def remove_if_orphaned(folder: Path | None = None) -> None:
     folder = folder or folder_of_rank()
     if folder is None:
         return
-    match = NAME.fullmatch(folder.name)
     with suppress(OSError):
-        if match and folder.lstat().st_uid == os.geteuid() and ticks(int(match[1])) != int(match[2]):
-            shutil.rmtree(folder, ignore_errors=True)
+        if folder.lstat().st_uid != os.geteuid():
+            return
+        lock = _lock(folder)  # BlockingIOError: the job lives
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder for as long as this process lives, and return its descriptor. Raises BlockingIOError.
+
+    A lock tells the living from the dead in any container: /dev/shm may be shared by several, in each of which a pid
+    means another process.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

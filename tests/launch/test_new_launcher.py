@@ -50,7 +50,12 @@ def test_help_and_dry_run(with_toy):
     assert "[auto|horovodrun|mpirun|toy]" in with_toy("eval", "--help").stdout
     done = with_toy("fit", "--launcher", "toy", "-np", "2", "--dry-run", "-c", str(TINY))
     words = shlex.split(done.stdout)
-    assert words[1:4] == ["-m", "hvd_train.launch.launchers.toy", "2"] and words[5:9] == ["-P", "-m", "hvd_train", "fit"]
+    assert words[1:4] == ["-m", "hvd_train.launch.launchers.toy", "2"] and words[5:9] == [
+        "-P",
+        "-m",
+        "hvd_train",
+        "fit",
+    ]
 
 
 def test_two_ranks_train(with_toy, tmp_path):

@@ -197,7 +197,7 @@ def test_spares_take_the_places_of_ranks_to_the_same_bits(tmp_path, expected, mo
 
     job.wait_for(lambda: find("hvd_train.cli.spare"))
     ((spare, line),) = find("hvd_train.cli.spare")
-    job.wait_for(lambda: f"@{line[3]}" in Path("/proc/net/unix").read_text())
+    job.wait_for(lambda: f"@{line[4]}" in Path("/proc/net/unix").read_text())
     job.stopped(1).kill()
     job.wait_for(lambda: len(spare.children()) == 2)
     next(process for process, line in find(stub.__file__) if line[2] == "-S").kill()
@@ -205,7 +205,7 @@ def test_spares_take_the_places_of_ranks_to_the_same_bits(tmp_path, expected, mo
     code, out, err = job.end()
     assert code == 0 and err.count("restart ") == 2 and "in training, step 31" in err, err
     assert out.count("resumed at step 25:") + out.count("resumed at step 30:") >= 1, out
-    assert not list(Path("/dev/shm").glob(f"hvd-train-snapshots-{job.started.pid}-*"))
+    assert not list(Path("/dev/shm").glob(f"hvd-train-memory-{job.started.pid}-*"))
     monkeypatch.delenv("HVD_TRAIN_FAULT")
     assert summary(tmp_path / "run")["weights_sha256"] == expected(framework, *own)["weights_sha256"]
 

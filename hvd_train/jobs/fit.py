@@ -25,7 +25,7 @@ from hvd_train.jobs.job import Job, opened_job, versions
 from hvd_train.jobs.probabilities import warn_of_probabilities
 from hvd_train.jobs.resume import find_checkpoint
 from hvd_train.jobs.user_hooks import hooks_of
-from hvd_train.launch import snapshots
+from hvd_train.launch import job_folders, snapshots
 from hvd_train.launch.environment import keep_memory, world
 from hvd_train.launch.exit import end_at_once
 from hvd_train.launch.signals import SignalListener
@@ -58,7 +58,7 @@ def fit(
             listener.peer_slot = job.session.watch(config.watchdog_s, "--resume auto goes on")
         if lock:
             listener.last_calls.append(lock.release)
-        listener.last_calls.append(snapshots.remove_if_orphaned)
+        listener.last_calls += [snapshots.remove_orphaned, job_folders.remove_orphaned]
         try:
             hooks = _rank_check(job)
             train(job, resume, allow_change, overwrite, lock, hooks, stop_source=listener, until=until, quiet=quiet)

@@ -115,6 +115,7 @@ class SignalListener(StopSource):
             for descriptor, _ in poll.poll():
                 if descriptor != self._signal_pipe:
                     why = "the launcher has ended; --resume auto goes on from the last checkpoint"
+                    named(world().launcher).remove_left()
                     self._end_now(5, why, lost=True)
                 for number in os.read(descriptor, 64):
                     if number in SIGNALS:

@@ -6,13 +6,16 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 from hvd_train.errors import CommunicationError, amount
 from hvd_train.launch import process
 from hvd_train.launch.environment import CORES
 from hvd_train.launch.host_news import HostNews
 from hvd_train.launch.hosts import Hosts, after, look
+from hvd_train.launch.job_folders import VARIABLE, job_folder
 from hvd_train.launch.launchers import NONE, choose, named, startable
 from hvd_train.launch.launchers.base import FATAL, LOST_FIX, Launcher, Layout
 from hvd_train.run_folder.terminal import say
@@ -57,6 +60,18 @@ def note_of_cores(num_proc: int) -> None:
         say(f"note: {what}; -np {cores} is faster", err=True)
 
 
+@contextmanager
+def folders(launcher: Launcher) -> Iterator[dict[str, str]]:
+    """Make the folders of a job on this host, and yield the variables that name them."""
+    variables = {}
+    with ExitStack() as stack:
+        for name, place in launcher.folders().items():
+            if name not in os.environ:
+                with suppress(OSError):  # where nothing can be written, the launcher takes its own place
+                    variables[name] = str(stack.enter_context(job_folder(Path(place), "mpi")))
+        yield variables | {VARIABLE: os.pathsep.join(variables.values())}
+
+
 def launch(
     num_proc: int,
     launcher: str,
@@ -97,7 +112,8 @@ def start(
     # In an allocation the scheduler's own variables say what ranks of other hosts get.
     env = dict(os.environ) if launcher.in_allocation else environment(layout.hosts)
     if not hosts:
-        code, signals, _ = process.run(line, env | dict(more or {}), launcher)
+        with folders(launcher) as own:
+            code, signals, _ = process.run(line, env | own | dict(more or {}), launcher)
         return launcher.exit_code(code, signals, layout)
     news = HostNews(hosts, launcher)
     code, signals, _ = process.run(line, env | news.variables | dict(more or {}), launcher, wait=news.wait)

@@ -118,9 +118,9 @@ def _attempt(
 ) -> Attempt:
     """Start the ranks with the command ``line``, and watch them to their end."""
     killed = _out_of_memory()  # before, because the kernel only counts
-    with StatusTable(num_proc) as table:
+    with StatusTable(num_proc) as table, start.folders(launcher) as own:
         watchdog = Watchdog(table, watchdog_s)
-        env = start.environment() | {VARIABLE: table.path}
+        env = start.environment() | own | {VARIABLE: table.path}
         code, signals, ended = process.run(line, env, launcher, table, watchdog, spares.look if spares else None)
         statuses = [table.read(rank) for rank in range(num_proc)]
         well = all(one.record.get("code") == 0 for one in statuses) or not any(one.pid for one in statuses)

@@ -24,7 +24,7 @@ def test_it_lies_there_for_the_job_and_no_longer(place):
         folder = snapshots.folder_of_rank()
         assert folder.parent == place and folder.stat().st_mode & 0o777 == 0o700
         (folder / "step-1").mkdir()
-        snapshots.remove_if_orphaned()  # a rank that ends while its job lives
+        snapshots.remove_orphaned()  # a rank that ends while its job lives
         assert folder.is_dir()
     assert snapshots.folder_of_rank() is None and not list(place.iterdir())
     with snapshots.in_memory(False):
@@ -33,7 +33,7 @@ def test_it_lies_there_for_the_job_and_no_longer(place):
 
 def test_what_a_killed_job_left_goes_with_the_next_one(place):
     """A process of another pid namespace holds one of the folders: its pid means nothing here."""
-    dead, other = (place / f"{prefix}{os.getpid()}-abc" for prefix in (snapshots.PREFIX, "notes-"))
+    dead, other = (place / f"{prefix}{os.getpid()}-abc" for prefix in ("hvd-train-memory-", "notes-"))
     for folder in (dead, other):
         (folder / "step-1").mkdir(parents=True)
     away = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]

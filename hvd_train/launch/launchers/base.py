@@ -76,6 +76,13 @@ class Launcher:
         """Return the variables that the launcher needs in its environment, except those that the user has set."""
         return {}
 
+    def folders(self) -> dict[str, str]:
+        """Return {variable: where a folder of this name is made for the files of a job on this host}."""
+        return {}
+
+    def remove_left(self) -> None:
+        """Remove the files of this rank's job on this host, whose launcher was killed and could not."""
+
     def exit_code(self, code: int, signals: Sequence[int], layout: Layout) -> int:
         """Return the job's exit code. ``code`` is the launcher's; ``signals`` were sent to this process meanwhile.
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_train.errors import CommunicationError, ConfigError
@@ -15,6 +18,7 @@ from hvd_train.launch.launchers.base import Launcher, Layout
 if TYPE_CHECKING:
     from hvd_train.launch.hosts import Hosts
 
+MEMORY = "/dev/shm"
 UNREACHABLE = 205  # Open MPI's exit code if a daemon cannot connect to mpirun
 # By default Open MPI asks a silent host after 5 minutes: with these it asks after 20 s, and gives it up 20 s later.
 KEEPALIVE = {"OMPI_MCA_oob_tcp_keepalive_time": "20", "OMPI_MCA_oob_tcp_keepalive_intvl": "5"}
@@ -96,6 +100,21 @@ class Mpirun(Launcher):
         if os.geteuid() == 0:
             settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         return settings
+
+    def folders(self) -> dict[str, str]:
+        # By themselves, files of shared memory and of each mpirun lie among those of other jobs, and nobody knows
+        # whether theirs lives.
+        return {"OMPI_MCA_btl_vader_backing_directory": MEMORY, "OMPI_MCA_orte_tmpdir_base": tempfile.gettempdir()}
+
+    def remove_left(self) -> None:
+        with suppress(OSError):
+            for line in Path("/proc/self/maps").read_text().splitlines():
+                path = line.partition("/")[2]
+                if "/vader_segment." in path:  # this rank's, and those of the ranks that it has talked to
+                    Path(f"/{path}").unlink(missing_ok=True)
+        folder = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
+        if re.fullmatch(r"pid\.\d+", folder.name):  # mpirun's own
+            shutil.rmtree(folder, ignore_errors=True)
 
     def exit_code(self, code: int, signals: Sequence[int], layout: Layout) -> int:
         if layout.hosts and not signals and code == UNREACHABLE:

@@ -43,6 +43,7 @@ LEAVING = {stopped_code(number) for number in (signal.SIGTERM, signal.SIGINT)}
 SSH_FAILED = 255  # ssh(1): its own code, whatever the remote command would return
 GRACE_SECONDS = 8.0  # for ranks to end after SIGTERM; then they are killed
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SUSPENDING = (signal.SIGTSTP, signal.SIGCONT)
 FIX = "look for a crash or too little memory; --resume auto goes on from there"
 
 
@@ -114,6 +115,20 @@ class Children:
         for child in list(self._running.values()):
             child.signal(number)
 
+    def suspend(self, number: int) -> None:
+        """Stop all ranks (SIGTSTP), with the processes that they started, or let them go on (SIGCONT)."""
+        import psutil
+
+        for child in list(self._running.values()):
+            if child.ssh:
+                child.send(str(number).encode())
+                continue
+            with suppress(psutil.NoSuchProcess):
+                rank = psutil.Process(child.pid)
+                for process in (rank, *rank.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        process.send_signal(signal.SIGSTOP if number == signal.SIGTSTP else number)
+
     @contextmanager
     def forwarding_signals(self) -> Iterator[None]:
         """Start children within this block. Signals are forwarded to them from its end on.
@@ -126,6 +141,8 @@ class Children:
             yield
             for number in FORWARDED:
                 signal.signal(number, lambda number, frame: self.signal(number))
+            for number in SUSPENDING:
+                signal.signal(number, lambda number, frame: self.suspend(number))
         finally:
             self._unblock()
 
@@ -308,7 +325,7 @@ def start_remote() -> int:
 def _listen(lines: Iterable[bytes], children: Children) -> None:
     """Send the ranks the signals that come in, a line each; at the end of the lines end the ranks."""
     for line in lines:
-        children.signal(int(line))
+        (children.suspend if int(line) in SUSPENDING else children.signal)(int(line))
     # The starter or the connection is gone. Ranks may save first.
     children.signal(signal.SIGTERM)
     time.sleep(GRACE_SECONDS)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from hvd_train.launch.process import end_with_parent
+from hvd_train.launch.process import end_with_parent, stop_as_asked
+from hvd_train.launch.watchdog import state
 
+STOP_SECONDS = 3.0  # for a command to stop its ranks and itself
 STOPPED = (75, 130, 143)  # exit codes of what a signal has stopped
 
 
@@ -24,7 +29,21 @@ def run(line: Sequence[str], env: Mapping[str, str], log: Path) -> int:
             if child is not None:
                 child.send_signal(number)
 
+        def suspend(number: int, frame: object) -> None:
+            if child is None:
+                return
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(child.pid, signal.SIGTSTP)
+                stop = time.monotonic() + STOP_SECONDS
+                while state(child.pid) not in "TZX?" and time.monotonic() < stop:
+                    time.sleep(0.05)
+                os.killpg(child.pid, signal.SIGSTOP)  # one that trains by itself: without a terminal it ignores SIGTSTP
+            stop_as_asked(suspend)
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGCONT)
+
         previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, suspend)
         try:
             # In a new session, so that Ctrl-C reaches the command once, from here.
             child = subprocess.Popen(

@@ -105,6 +105,7 @@ class _Forwarding:
         closed = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # nohup
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *closed)
         self._previous = {number: signal.signal(number, self._forward) for number in signals}
+        self._previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._suspend)
 
     def attach(self, child: subprocess.Popen) -> None:
         """Forward signals to the launcher ``child`` from now on, and the one that came before it started."""
@@ -129,10 +130,44 @@ class _Forwarding:
         if len(self.received) > 1 or len(self._table.open) < self._table.ranks:  # the first step is far away
             self._child.terminate()
 
+    def _suspend(self, number: int, frame: object) -> None:
+        """Stop the ranks and this process (Ctrl-Z), and let the ranks go on when it goes on (``fg``, ``bg``)."""
+        self._pass_on(signal.SIGTSTP)
+        stop_as_asked(self._suspend)
+        self._pass_on(signal.SIGCONT)
+
+    def _pass_on(self, number: int) -> None:
+        """Let all ranks stop or go on. The launcher's own processes are stopped by nobody: on other hosts they must
+        hear when to go on."""
+        if self._child is None or self._child.poll() is not None or self._launcher.in_allocation:
+            return  # of an allocation: its scheduler suspends jobs
+        if self._launcher.forwards_stops:
+            self._child.send_signal(number)
+        else:
+            for process in (self._child, *_session_of(self._child)):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(process.pid, signal.SIGSTOP if number == signal.SIGTSTP else number)
+        if self._table:  # ranks that are forks of a spare belong to no launcher
+            self._table.refresh()
+            self._table.signal(signal.SIGSTOP if number == signal.SIGTSTP else number)
+
     def _send(self, child: subprocess.Popen, number: int) -> None:
         """Send a signal that the launcher knows. None knows what a closed terminal means."""
         meant = signal.SIGTERM if number == signal.SIGHUP else number
         child.send_signal(self._launcher.forwarded_signals.get(number, meant))
+
+
+def stop_as_asked(handler: Callable[[int, Any], None]) -> None:
+    """Stop this process within ``handler`` of SIGTSTP, and return when it goes on."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY))
+    except OSError:
+        os.kill(os.getpid(), signal.SIGSTOP)  # of who started this process without a terminal, and can let it go on
+        return
+    # As the kernel does it: not where no shell is there to say 'fg'.
+    signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.signal(signal.SIGTSTP, handler)
 
 
 def _pumps(child: subprocess.Popen, failures: list[TrainError]) -> list[threading.Thread]:
@@ -226,8 +261,7 @@ def _end(child: subprocess.Popen, table: StatusTable | None) -> None:
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_SECONDS)
-    session = [p for p in psutil.process_iter() if p.pid != child.pid and _in_session(p, child.pid)]
-    left, stop = list(filter(_lives, session)), time.monotonic() + GRACE_SECONDS
+    left, stop = list(filter(_lives, _session_of(child))), time.monotonic() + GRACE_SECONDS
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -238,6 +272,13 @@ def _end(child: subprocess.Popen, table: StatusTable | None) -> None:
             process.kill()
     if child.poll() is None:
         child.kill()
+
+
+def _session_of(child: subprocess.Popen) -> list[psutil.Process]:
+    """Return the processes of the launcher's session, except itself."""
+    import psutil
+
+    return [p for p in psutil.process_iter() if p.pid != child.pid and _in_session(p, child.pid)]
 
 
 def _lives(process: psutil.Process) -> bool:

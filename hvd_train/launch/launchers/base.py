@@ -49,6 +49,7 @@ class Launcher:
     no_hosts = ""  # in an allocation: what to do instead of naming hosts or asking for restarts
     slow_to_end = False  # ranks are left running for a second or more after one was lost, unless we end them
     endless_programs: Sequence[str] = ()  # programs of the launcher that wait for ever for a host out of their reach
+    forwards_stops = False  # at SIGTSTP it stops its ranks, on all hosts, and at SIGCONT it lets them go on
     forwarded_signals: Mapping[int, int] = {}  # signals that the launcher must be sent as another
 
     # What its ranks can rely on

@@ -14,6 +14,7 @@ class Horovodrun(Launcher):
     starts_ranks = True
     library = "gloo"
     binds_ranks = False
+    forwards_stops = True
     leads_session = True
     opens_mpi = False
 

@@ -58,6 +58,7 @@ class Mpirun(Launcher):
     library = "mpi"
     opens_terminals = True
     endless_programs = ("mpirun", "mpiexec", "orterun", "prterun", "orted", "prted")
+    forwards_stops = True
     slow_to_end = True  # between two signals to its ranks it sleeps for a second
 
     def usable(self) -> bool:
@@ -83,7 +84,7 @@ class Mpirun(Launcher):
         return [*line, "--map-by", "slot:oversubscribe", *program]
 
     def settings(self, hosts: Hosts | None) -> dict[str, str]:
-        needed = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+        needed = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_orte_forward_job_control": "1"}
         if hosts:
             needed |= {"OMPI_MCA_btl": "self,vader,tcp", **KEEPALIVE}
             if hosts.interfaces:

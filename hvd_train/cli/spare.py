@@ -160,7 +160,14 @@ def main() -> None:
         sys.exit(1)
     gc.freeze()  # a collection in a fork would write to pages that it shares with this process
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(f"\0{name}")
+        try:
+            listener.bind(f"\0{name}")
+        except OSError as error:
+            print(
+                f"spare: the socket {name} cannot be opened ({error.strerror}); ranks load all by themselves",
+                file=sys.stderr,
+            )
+            sys.exit(1)
         listener.listen(int(ranks))
         place = serve(listener, int(most))
     place.take()

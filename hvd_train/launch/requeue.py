@@ -34,25 +34,26 @@ def requeue(code: int, times: int, run_dir: Path | None) -> int:
     """
     if code not in AGAIN:
         return code
+    checkpoints = store.find(run_dir / "checkpoints") if run_dir is not None else []
+    saved = code == SAVED and bool(checkpoints)  # with that code ranks also leave before there is anything to save
     count = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     if count >= times:
-        return _stay(code, f"it was started again {count} times, and --requeue allows {times}")
+        return _stay(code, saved, f"it was started again {count} times, and --requeue allows {times}")
     job = os.environ["SLURM_JOB_ID"]
     if run_dir is not None:
-        checkpoints = store.find(run_dir / "checkpoints")
         step = checkpoints[-1][0] if checkpoints else 0
         # A job that came no further than last time would do the same next time.
         if count and step <= _before(run_dir / REQUEUED, job):
             fix = "give it more --time" if code == SAVED else "look at what ended its ranks"
-            return _stay(code, f"it came no further than step {step} since it was started again; {fix}")
+            return _stay(code, saved, f"it came no further than step {step} since it was started again; {fix}")
         try:
             if checkpoints:
                 files.put(run_dir / REQUEUED, json.dumps({"job": job, "step": step}).encode())
         except OSError as error:
-            return _stay(code, f"{run_dir / REQUEUED} cannot be written: {error.strerror}")
+            return _stay(code, saved, f"{run_dir / REQUEUED} cannot be written: {error.strerror}")
     done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
     if done.returncode:
-        return _stay(code, " ".join(done.stderr.split()))
+        return _stay(code, saved, " ".join(done.stderr.split()))
     time.sleep(END_SECONDS)
     return code
 
@@ -66,7 +67,7 @@ def _before(path: Path, job: str) -> int:
         return 0
 
 
-def _stay(code: int, why: str) -> int:
-    state = "saved, but not started again" if code == SAVED else "not started again"
+def _stay(code: int, saved: bool, why: str) -> int:
+    state = "saved, but not started again" if saved else "not started again"
     say(f"the job is {state}: {why}", err=True)
     return code

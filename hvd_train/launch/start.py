@@ -61,8 +61,10 @@ def note_of_cores(num_proc: int) -> None:
 
 
 @contextmanager
-def folders(launcher: Launcher) -> Iterator[dict[str, str]]:
-    """Make the folders of a job on this host, and yield the variables that name them."""
+def folders(launcher: Launcher, num_proc: int) -> Iterator[dict[str, str]]:
+    """Make the folders of a job on this host, and yield the variables that name them. Raises ConfigError where the
+    ranks cannot start."""
+    launcher.check_limits(num_proc)
     variables = {}
     with ExitStack() as stack:
         for name, place in launcher.folders().items():
@@ -112,7 +114,7 @@ def start(
     # In an allocation the scheduler's own variables say what ranks of other hosts get.
     env = dict(os.environ) if launcher.in_allocation else environment(layout.hosts)
     if not hosts:
-        with folders(launcher) as own:
+        with folders(launcher, layout.num_proc or 1) as own:
             code, signals, _ = process.run(line, env | own | dict(more or {}), launcher)
         return launcher.exit_code(code, signals, layout)
     news = HostNews(hosts, launcher)

@@ -118,7 +118,7 @@ def _attempt(
 ) -> Attempt:
     """Start the ranks with the command ``line``, and watch them to their end."""
     killed = _out_of_memory()  # before, because the kernel only counts
-    with StatusTable(num_proc) as table, start.folders(launcher) as own:
+    with StatusTable(num_proc) as table, start.folders(launcher, num_proc) as own:
         watchdog = Watchdog(table, watchdog_s)
         env = start.environment() | own | {VARIABLE: table.path}
         code, signals, ended = process.run(line, env, launcher, table, watchdog, spares.look if spares else None)

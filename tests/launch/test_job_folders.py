@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import mmap
+import resource
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from hvd_train.errors import CommunicationError
+from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch import job_folders, start
 from hvd_train.launch.job_folders import job_folder
 from hvd_train.launch.launchers.mpirun import MEMORY, Mpirun
@@ -39,7 +41,7 @@ def test_mpirun_is_killed(tmp_path, monkeypatch):
 
 def test_what_the_user_set_stands(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_btl_vader_backing_directory", "/dev/shm")
-    with start.folders(Mpirun()) as variables:
+    with start.folders(Mpirun(), 2) as variables:
         assert "OMPI_MCA_btl_vader_backing_directory" not in variables
         assert Path(variables["OMPI_MCA_orte_tmpdir_base"]).is_dir()
 
@@ -47,7 +49,7 @@ def test_what_the_user_set_stands(monkeypatch):
 def test_a_place_that_cannot_be_written(tmp_path, monkeypatch):
     """The launcher reports it, or takes another."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    with start.folders(Mpirun()) as variables:
+    with start.folders(Mpirun(), 2) as variables:
         assert "OMPI_MCA_orte_tmpdir_base" not in variables
 
 
@@ -79,3 +81,21 @@ def test_a_rank_whose_mpirun_was_killed(tmp_path, monkeypatch):
         monkeypatch.setenv("PMIX_SERVER_TMPDIR", str(other))
         Mpirun().remove_left()
         assert (other / "0").is_dir()
+
+
+def test_limits_under_which_mpirun_crashes(tmp_path, monkeypatch):
+    """With 24 open files it hung for a minute and more; without room for shared memory a rank ended with code 1."""
+    Mpirun().check_limits(2)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (37, 37))
+    with pytest.raises(
+        ConfigError, match="needs 38 open files for 2 ranks, and 37 are allowed; ulimit -n; ulimit -n 1"
+    ):
+        start.launch(2, "mpirun", [])
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (-1, -1))  # no limit
+    usage = shutil.disk_usage(tmp_path)
+    full = {MEMORY: usage._replace(free=1 << 20)}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full.get(str(path), usage))
+    with pytest.raises(ConfigError, match="4,194,312 bytes needed, 1,048,576 free; /dev/shm; make it larger"):
+        start.launch(2, "mpirun", [])
+    monkeypatch.setenv("OMPI_MCA_btl_vader_backing_directory", str(tmp_path))
+    Mpirun().check_limits(2)

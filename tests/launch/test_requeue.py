@@ -48,10 +48,12 @@ def test_it_starts_again_as_often_as_it_may_and_while_it_comes_on(tmp_path, aske
     assert "started again 2 times, and --requeue allows 2" in capsys.readouterr().err
 
 
-def test_before_the_first_checkpoint_it_starts_again_once(tmp_path, asked, monkeypatch):
+def test_before_the_first_checkpoint_it_starts_again_once(tmp_path, asked, monkeypatch, capsys):
     assert requeue(75, 9, tmp_path) == 75 and len(asked()) == 1
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert requeue(75, 9, tmp_path) == 75 and len(asked()) == 1
+    words = "the job is not started again: it came no further than step 0 since it was started again; give it more"
+    assert capsys.readouterr().err.startswith(words)  # the ranks have said that there was nothing to save
 
 
 def test_another_jobs_step_does_not_count(tmp_path, asked, monkeypatch):

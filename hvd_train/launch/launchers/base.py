@@ -77,6 +77,9 @@ class Launcher:
         """Return the variables that the launcher needs in its environment, except those that the user has set."""
         return {}
 
+    def check_limits(self, num_proc: int) -> None:
+        """Raise ConfigError for a limit of this host under which so many ranks would end as if they had crashed."""
+
     def folders(self) -> dict[str, str]:
         """Return {variable: where a folder of this name is made for the files of a job on this host}."""
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from hvd_train.launch.launchers.base import Launcher, Layout
 if TYPE_CHECKING:
     from hvd_train.launch.hosts import Hosts
 
-MEMORY = "/dev/shm"
+BACKING, MEMORY = "OMPI_MCA_btl_vader_backing_directory", "/dev/shm"
 UNREACHABLE = 205  # Open MPI's exit code if a daemon cannot connect to mpirun
 # By default Open MPI asks a silent host after 5 minutes: with these it asks after 20 s, and gives it up 20 s later.
 KEEPALIVE = {"OMPI_MCA_oob_tcp_keepalive_time": "20", "OMPI_MCA_oob_tcp_keepalive_intvl": "5"}
@@ -43,6 +44,10 @@ def _check_temporary() -> None:
     if free < SESSION_BYTES:
         what = f"the disk has no room for mpirun's files: {SESSION_BYTES:,} bytes needed, {free:,} free"
         raise ConfigError(what, where=f"{name}: {folder}", fix=fix)
+
+
+SEGMENT_BYTES = 4_194_312  # of a rank's file of shared memory; pages that are not used yet take no room
+OPEN_FILES, OPEN_FILES_OF_RANK = 30, 4  # of mpirun itself: 2 ranks want 33 to 40, 4 ranks 41 to 48, 8 ranks 57 to 64
 
 
 class Mpirun(Launcher):
@@ -102,10 +107,23 @@ class Mpirun(Launcher):
             settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         return settings
 
+    def check_limits(self, num_proc: int) -> None:
+        most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], OPEN_FILES + OPEN_FILES_OF_RANK * num_proc
+        if 0 <= most < needed:
+            what = f"mpirun needs {needed} open files for {num_proc} ranks, and {most} are allowed"
+            raise ConfigError(what, where="ulimit -n", fix="ulimit -n 1024")
+        folder = os.environ.get(BACKING, MEMORY)
+        with suppress(OSError):
+            free = shutil.disk_usage(folder).free
+            if free < SEGMENT_BYTES:
+                what = f"no room for mpirun's shared memory: {SEGMENT_BYTES:,} bytes needed, {free:,} free"
+                fix = "make it larger (docker run --shm-size=1g), or use --launcher horovodrun, which needs none"
+                raise ConfigError(what, where=folder, fix=fix)
+
     def folders(self) -> dict[str, str]:
         # By themselves, files of shared memory and of each mpirun lie among those of other jobs, and nobody knows
         # whether theirs lives.
-        return {"OMPI_MCA_btl_vader_backing_directory": MEMORY, "OMPI_MCA_orte_tmpdir_base": tempfile.gettempdir()}
+        return {BACKING: MEMORY, "OMPI_MCA_orte_tmpdir_base": tempfile.gettempdir()}
 
     def remove_left(self) -> None:
         with suppress(OSError):

@@ -18,6 +18,7 @@ import pytest
 
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch.launchers.base import Launcher
+from hvd_train.launch.launchers.installed import python
 from hvd_train.launch.launchers.mpirun import Mpirun
 from hvd_train.launch.status import StatusTable
 from hvd_train.launch.supervise import _cause, _going_on, supervise

@@ -18,8 +18,8 @@ from hvd_train.launch.hosts import Hosts, after, look
 from hvd_train.launch.job_folders import VARIABLE, job_folder
 from hvd_train.launch.launchers import NONE, choose, named, startable
 from hvd_train.launch.launchers.base import FATAL, LOST_FIX, Launcher, Layout
-from hvd_train.run_folder.terminal import say
 from hvd_train.launch.launchers.installed import python
+from hvd_train.run_folder.terminal import say
 
 
 def command(

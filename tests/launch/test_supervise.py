@@ -96,7 +96,11 @@ def run(tmp_path, monkeypatch, noticed):
     plans, ends = [], []
 
     def command(self, layout, program):
-        return ["bash", "-c", script(tmp_path, plans[-1], program[3:], ends[-1], layout.num_proc)]
+        return [
+            "bash",
+            "-c",
+            script(tmp_path, plans[-1], program[len(python("hvd_train")) :], ends[-1], layout.num_proc),
+        ]
 
     for kind in (Launcher, Mpirun):  # of one rank, and of more
         monkeypatch.setattr(kind, "command", command)

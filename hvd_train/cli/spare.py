@@ -32,6 +32,7 @@ import numpy as np
 from hvd_train.launch.launchers.installed import python
 from hvd_train.launch.process import PR_SET_PDEATHSIG
 from hvd_train.launch.stub import ACCEPTED, ANSWER_SECONDS, LENGTH, STATUS, same_user
+from hvd_train.run_folder.terminal import say
 
 NICE = 10  # ranks that train come first
 
@@ -163,10 +164,8 @@ def main() -> None:
         try:
             listener.bind(f"\0{name}")
         except OSError as error:
-            print(
-                f"spare: the socket {name} cannot be opened ({error.strerror}); ranks load all by themselves",
-                file=sys.stderr,
-            )
+            why = f"the socket {name} cannot be opened ({error.strerror})"
+            say(f"spare: {why}; ranks load all by themselves", err=True)
             sys.exit(1)
         listener.listen(int(ranks))
         place = serve(listener, int(most))

@@ -237,6 +237,13 @@ def test_sums(cases, world):
 
 
 @pytest.mark.parametrize("world", [(1, "mpirun"), *WORLDS], ids=str)
+def test_a_metric_of_torchmetrics_is_of_all_ranks(cases, world):
+    size, facts = world[0], cases(*world)[1]
+    right = sum(rank + 1 for rank in range(size)) / sum(rank + 2 for rank in range(size))
+    assert [rank_facts["library metric"] for rank_facts in facts] == [pytest.approx(right)] * size
+
+
+@pytest.mark.parametrize("world", [(1, "mpirun"), *WORLDS], ids=str)
 def test_sums_of_several_numbers(cases, world):
     """A tensor in, a tensor out; whole numbers stay whole, and overflow neither 8 bits nor 16."""
     size, facts = world[0], cases(*world)[1]

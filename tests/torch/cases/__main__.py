@@ -21,6 +21,7 @@ from tests.torch.cases.drawing import draws, local_caches, looks, masks, sampled
 from tests.torch.cases.facts import (
     broadcast,
     dynamic,
+    library_metric,
     pickled,
     residual_by_hand,
     resume,
@@ -69,6 +70,7 @@ def main(folder: Path) -> None:
         "looks": looks,
         "waits": lambda: waits(folder),
         "main": main_rank,
+        "library metric": library_metric,
     }
     if ht.size() > 1:
         fact_of |= {

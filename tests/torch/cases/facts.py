@@ -15,6 +15,7 @@ from torch import nn
 import hvd_train.torch as ht
 from hvd_train.errors import TrainError
 from hvd_train.torch import registry
+from tests.torch.cases.batches import PAGE_BLOCKS
 from tests.torch.cases.gradients import Checkpointed
 from tests.torch.cases.models import WIDE, cnn, digest, digits, fit, loader, mlp, sgd
 
@@ -177,6 +178,16 @@ def sums_of_tensors():
         message = str(error)
     totals = [alone - 2**60 * ht.size(), small, floats, half, torch.from_numpy(array)]
     return [*([str(x.dtype), x.tolist()] for x in totals), one, number, type(array).__name__, message]
+
+
+def library_metric():
+    """A metric of torchmetrics over this rank's samples, joined as the guide says, with rank + 1 of rank + 2 right."""
+    names: dict = {}
+    code = next(block for block in PAGE_BLOCKS if "torchmetrics" in block)
+    exec(code.partition("accuracy = ")[0], names)
+    metric = names["torchmetrics"].Accuracy(task="multiclass", num_classes=3, average="micro", **names["joined"])
+    metric.update(torch.ones(ht.rank() + 2, dtype=torch.long), torch.arange(ht.rank() + 2).clamp(max=1))
+    return float(metric.compute())
 
 
 def waits(folder: Path):

@@ -57,7 +57,8 @@ def _paths() -> dict[str, list[str]]:
     script = getattr(sys.modules["__main__"], "__file__", None)
     own = {"", os.getcwd(), *([os.path.dirname(os.path.abspath(script))] if script and not is_library(script) else [])}
     folders = [folder or os.getcwd() for folder in sys.path if folder in own]
-    files = {name: Path(module.__file__) for name, module in sys.modules.items() if getattr(module, "__file__", None)}
+    found = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    files = {name: Path(file) for name, file in found.items() if file}
     names = [
         name for name, file in files.items()
         if "." not in name and str(file.parents[file.name == "__init__.py"]) in folders

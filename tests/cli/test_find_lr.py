@@ -74,7 +74,7 @@ def test_the_rates_of_groups_go_with_the_suggestion():
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
 def test_two_ranks_suggest_what_one_does_and_write_the_picture_alone(tmp_path, framework):
     """The global batch is given, so the losses are those of one rank, to rounding."""
-    words = ("find-lr", *TINY, "--set", f"framework={framework}", "--set", "global_batch_size=64", "--steps", "40")
+    words = ("find-lr", *TINY, "--set", f"framework={framework}", "--set", "global_batch_size=64", "--steps", "80")
     one = run(*words, "--set", "threads=1", cwd=tmp_path).stdout
     two = run(*words, "--set", "threads=1", "-np", "2", "-o", "lr.png", cwd=tmp_path).stdout
     assert two.splitlines() == [*one.splitlines(), "picture: lr.png"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvd_train.data.classes import all_names
 from hvd_train.data.order import mix, permute
 from hvd_train.data.transforms import drawn
 from hvd_train.errors import DataError
@@ -43,8 +44,8 @@ class Balanced:
         self._counts = np.array([len(of_class) for of_class in self._members])
         if not self._counts.all():
             missing = [taken[k] for k in np.flatnonzero(self._counts == 0)[:10]]
-            lacking = ", ".join(str(field.names[k] if field.names else k) for k in missing)
-            fix = "leave the class out of data.classes, or leave data.sampling out"
+            lacking = ", ".join(all_names(field.names, field.classes or 0)[k] for k in missing)
+            fix = "leave the class out of data.classes and data.num_classes, or leave data.sampling out"
             raise DataError(f"no training sample is of class {lacking}", where=WHERE, fix=fix)
         self.note = "\n".join(filter(None, [getattr(source, "note", ""), self._note(len(labels) - self._counts.sum())]))
 

@@ -35,6 +35,11 @@ def named(noun: str, names: Sequence[Any]) -> str:
     return f"{noun}{ending} {listing(names)}"
 
 
+def all_names(names: Sequence[str] | None, count: int) -> list[str]:
+    """Return a name for each of ``count`` classes: its number where ``names`` has none, as beyond its end."""
+    return [*map(str, names or ()), *map(str, range(len(names or ()), count))]
+
+
 def values_of(names: Sequence[str]) -> np.ndarray | None:
     """Return the whole numbers (k,) int64 that all names are; None: some are words."""
     try:

@@ -11,6 +11,7 @@ import numpy as np
 from hvd_train.config import Config
 from hvd_train.config.names import did_you_mean
 from hvd_train.core.agreement import collectively
+from hvd_train.data.classes import all_names
 from hvd_train.data.dataset import DataSet
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator, Field, Source
@@ -36,7 +37,7 @@ def with_class_weights(config: Config, data: DataSet, communicator: Communicator
 def _numbers(wanted: Any, name: str, field: Field, data: DataSet, ignore: int) -> list[float]:
     classes = field.classes or 0
     if isinstance(wanted, Mapping):
-        names = [str(one) for one in field.names or range(classes)]
+        names = all_names(field.names, classes)
         if unknown := [one for one in wanted if one not in names]:
             raise ConfigError(did_you_mean(unknown[0], names), where=WHERE, fix="name classes of the data")
         return [float(wanted.get(one, 1.0)) for one in names]
@@ -50,9 +51,13 @@ def _numbers(wanted: Any, name: str, field: Field, data: DataSet, ignore: int) -
     counts, real = class_counts(data.train, name, classes, ignored), np.arange(classes) != ignored
     if not counts[real].all():
         missing = np.flatnonzero(real & (counts == 0))
-        lacking = ", ".join(str((field.names or range(classes))[k]) for k in missing[:10])
+        lacking = ", ".join(all_names(field.names, classes)[k] for k in missing[:10])
         what = f"no training sample is of class {lacking}, so nothing balances it"
-        raise ConfigError(what, where=WHERE, fix="give the weights by name, or leave the class out of data.classes")
+        raise ConfigError(
+            what,
+            where=WHERE,
+            fix="give the weights by name, or leave the class out of data.classes and data.num_classes",
+        )
     # As scikit-learn: all classes together count as much, and the mean weight of a sample is 1.
     return (counts.sum() / (real.sum() * np.where(real, counts, np.inf))).tolist()
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from hvd_train.core.mean import ordered_sum
+from hvd_train.data.classes import all_names
+from hvd_train.data.label_values import OF_NUMBERS
 from hvd_train.errors import ConfigError
 from hvd_train.jobs.job import Job
 from hvd_train.metrics.metric import says_yes
@@ -17,6 +19,7 @@ from hvd_train.report.tables import table
 
 MOST_CLASSES = 20  # of which the terminal shows the whole matrix
 MOST_PAIRS = 20  # of more classes it shows so many pairs
+LEFT_OUT = "leave it out; predict writes what the model gives"
 
 
 def confusion(job: Job) -> np.ndarray:
@@ -27,7 +30,7 @@ def confusion(job: Job) -> np.ndarray:
     field, classes = label_of(job)
     counts = np.zeros((classes, classes))
     for batch in job.loader(job.split).evaluation():
-        actual, predicted = _pairs(job, batch, outputs_of(job, batch)[: batch.count], field, classes)
+        actual, predicted = _pairs(job, batch, field, classes)
         np.add.at(counts, (actual, predicted), 1)
     return ordered_sum(counts, job.session.groups.data, "confusion")
 
@@ -48,25 +51,42 @@ def show(counts: np.ndarray, names: Sequence[str], picture: Path) -> str:
 def names_of(job: Job, option: str = "--confusion") -> list[str]:
     """Return the names of the classes, or their numbers."""
     field, classes = label_of(job, option)
-    return [str(name) for name in field.names or range(classes)]
+    return all_names(field.names, classes)
 
 
 def label_of(job: Job, option: str = "--confusion") -> tuple[Field, int]:
-    """Return the only label, and how many classes it has; raises ConfigError, naming ``option``, if there is none."""
-    labels = job.data.sample.labels
-    field, losses = one_or_all(labels), [loss for loss, _ in job.config.task.terms.values()]
-    if isinstance(field, Field) and field.classes:
-        return field, field.classes
+    """Return the only label, and how many classes it has; raises ConfigError, naming ``option``, if there is none.
+
+    Labels of images are classes whatever the loss is. A loss of distances takes them for numbers all the same.
+    """
+    labels, losses = job.data.sample.labels, [loss for loss, _ in job.config.task.terms.values()]
+    field = one_or_all(labels)
     if isinstance(field, Field) and losses == ["bce"] and not field.shape:
         return field, 2
+    if isinstance(field, Field) and field.classes and not {*losses} & {"bce", *OF_NUMBERS}:
+        return field, field.classes
     what = f"the labels {', '.join(labels)} are not one label of classes"
-    raise ConfigError(what, where=option, fix="leave it out; predict writes what the model gives", common=True)
+    raise ConfigError(what, where=option, fix=LEFT_OUT, common=True)
 
 
-def outputs_of(job: Job, batch: Batch) -> np.ndarray:
-    """Compute the only output of a batch."""
+def logits_of(job: Job, batch: Batch, classes: int, option: str = "--confusion") -> np.ndarray:
+    """Compute a logit of each class for the labels (n, ...) of a batch, (n, ..., at least ``classes``).
+
+    A model that gives one number for yes or no gives the logit of class 1, and that of class 0 is 0.
+    """
     outputs = job.frontend.predict(job.frontend.to_device(batch))
-    return one_or_all(outputs) if isinstance(outputs, dict) else outputs
+    outputs = one_or_all(outputs) if isinstance(outputs, dict) else outputs
+    if isinstance(outputs, dict):
+        what = f"the model gives {', '.join(outputs)}, and one output has the classes"
+        raise ConfigError(what, where=option, fix=LEFT_OUT, common=True)
+    outputs, shape = outputs[: batch.count], (batch.count, *one_or_all(dict(batch.labels)).shape[1:])
+    if outputs.shape[:-1] == shape and outputs.shape[-1] >= max(2, classes):
+        return outputs
+    if classes == 2 and outputs.shape in (shape, (*shape, 1)):
+        logits = outputs.reshape(*shape, 1)
+        return np.concatenate([np.zeros_like(logits), logits], -1)
+    what = f"the model gives {outputs.shape[1:]} for a sample, and not a number for each of {classes} classes"
+    raise ConfigError(what, where=option, fix=LEFT_OUT, common=True)
 
 
 def classes_of(labels: np.ndarray, field: Field) -> np.ndarray:
@@ -80,10 +100,10 @@ def labeled(job: Job, labels: np.ndarray, field: Field, classes: int) -> np.ndar
     return (labels >= 0) & (labels < classes) & ~ignored
 
 
-def _pairs(job: Job, batch: Batch, outputs: np.ndarray, field: Field, classes: int) -> tuple[np.ndarray, np.ndarray]:
+def _pairs(job: Job, batch: Batch, field: Field, classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the true and the predicted class of each place that has a label, (places,) each."""
     labels = classes_of(one_or_all(dict(batch.labels))[: batch.count].reshape(-1), field)
-    predicted = (outputs.argmax(-1) if field.classes else (outputs > 0).astype(int)).reshape(-1)
+    predicted = logits_of(job, batch, classes).argmax(-1).reshape(-1)
     there = labeled(job, labels, field, classes)
     # A model may have more outputs than there are classes: what is none of them is left out.
     there &= predicted < classes

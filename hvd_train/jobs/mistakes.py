@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hvd_train.errors import ConfigError
-from hvd_train.jobs.confusion import classes_of, label_of, labeled, names_of, outputs_of
+from hvd_train.jobs.confusion import classes_of, label_of, labeled, logits_of, names_of
 from hvd_train.jobs.job import Job
 from hvd_train.jobs.prediction_files import sample_names, softmax
 from hvd_train.protocol import Field, one_or_all
@@ -35,9 +35,8 @@ def mistakes(job: Job) -> list[Mistake]:
     field, classes = label_of(job, "--mistakes")
     worst: list[Mistake] = []
     for batch in job.loader(job.split).evaluation():
-        outputs = outputs_of(job, batch)[: batch.count]
         labels = classes_of(one_or_all(dict(batch.labels))[: batch.count], field)
-        chances = _chances(outputs.reshape(len(outputs), -1) if field.classes else outputs.reshape(-1, 1))
+        chances = softmax(logits_of(job, batch, classes, "--mistakes").astype(np.float64))  # (n, C)
         predicted = chances.argmax(1)
         wrong = (predicted != labels) & labeled(job, labels, field, classes)
         rows = zip((1 - chances.max(1))[wrong], batch.indices[wrong], labels[wrong], predicted[wrong], strict=True)
@@ -58,9 +57,3 @@ def show_mistakes(job: Job, worst: list[Mistake], picture: Path) -> str:
     images(pixels, [f"{true}, taken for\n{other} ({p:.2f})" for true, other, p in named], picture)
     rows = [[samples[i], true, other, f"{p:.4f}"] for (_, i, _, _), (true, other, p) in zip(worst, named, strict=True)]
     return "\n".join([table(["sample", "true", "predicted", "probability"], rows), f"picture: {picture}"])
-
-
-def _chances(outputs: np.ndarray) -> np.ndarray:
-    """Return the probability (n, C) of each class: of logits (n, C), or of one (n, 1) for yes or no."""
-    logits = outputs.astype(np.float64)
-    return softmax(np.concatenate([np.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits)

@@ -148,6 +148,7 @@ del Stream.fetch
         ((INPUTS, LABELS[:, None] * 1.0), {"task": TaskConfig(loss="mse")}, "the labels are no classes of samples"),
         ((np.zeros((9, 5), np.int64), np.arange(45).reshape(9, 5) % 3), {}, "the labels are no classes of samples"),
         ((INPUTS, LABELS), {"num_classes": 5}, "no training sample is of class 4"),
+        ((INPUTS, np.array(["a", "b"])[LABELS % 2]), {"num_classes": 3}, "no training sample is of class 2"),
         ((INPUTS, np.minimum(LABELS, 1)), {"classes": ["a", "b", "c"]}, "no training sample is of class c"),
     ],
 )

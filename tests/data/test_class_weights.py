@@ -53,6 +53,14 @@ def test_names_and_numbers():
     assert weights([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0] and weights(None) is None
 
 
+def test_classes_without_a_name_have_their_number():
+    """Two words and data.num_classes: 3. There were two weights, which eval and --resume refused as too few."""
+    assert weights({"dog": 3.0}, names=("cat", "dog")) == [1.0, 3.0, 1.0]
+    assert weights({"2": 3.0}, names=("cat", "dog")) == [1.0, 1.0, 3.0]
+    with pytest.raises(ConfigError, match="no training sample is of class 2, so"):
+        weights("balanced", labels=LABELS[:90], names=("cat", "dog"))
+
+
 def test_balanced_in_a_file_stands_for_the_numbers_of_the_run():
     """``eval -c job.yaml`` on other data, or on all of them: the training samples are those that were counted."""
     run = {"config": {"task": {"class_weights": [1.0, 2.0, 3.0]}}}

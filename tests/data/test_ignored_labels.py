@@ -1,5 +1,7 @@
 """Labels that do not count are left out of the confusion matrix and of the mistakes, whatever their number is."""
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,12 +13,13 @@ from hvd_train.data.arrays import Arrays
 from hvd_train.data.catalog import open_data, pack
 from hvd_train.data.loader import Loader
 from hvd_train.data.packing import Alone
-from hvd_train.errors import DataError
+from hvd_train.errors import ConfigError, DataError
 from hvd_train.frontends.serial import Serial
-from hvd_train.jobs.confusion import confusion
+from hvd_train.jobs.confusion import confusion, names_of
 from hvd_train.jobs.mistakes import mistakes
 
 LABELS = np.array([0, 0, 1, 2, 2, 1, 0, 2])
+YES_OR_NO = LABELS.clip(0, 1)
 
 
 def job(ignored, labels=LABELS, task=None, predict=lambda batch: np.tile(np.eye(3)[1], (len(batch.weights), 1))):
@@ -50,6 +53,52 @@ def test_shares_of_yes_are_classes():
     soft.frontend.predict = lambda batch: np.full(len(batch.weights), 3.0)
     assert confusion(soft).tolist() == [[0, 3], [0, 3]]
     assert sorted(index for _, index, *_ in mistakes(soft)) == [1, 3, 5]
+
+
+def images(task, predict, labels=YES_OR_NO, classes=2):
+    """A job of samples whose labels are classes whatever the loss is, as those of images are."""
+    made = job(-100, labels, TaskConfig(), predict)
+    made.config = Config(task=task)
+    (field,) = made.data.sample.labels.values()
+    made.data.sample = replace(made.data.sample, labels={"label": replace(field, classes=classes)})
+    return made
+
+
+@pytest.mark.parametrize("loss", ["bce", "own:loss"])
+@pytest.mark.parametrize("column", [True, False])
+def test_one_output_is_the_logit_of_class_1(loss, column):
+    """Of images of two classes and one logit, the matrix took all samples for class 0, at an accuracy of 0.96."""
+    logits = np.array([-3.0, 2.0, 1.0, 0.5, -1.0, 4.0, -2.0, 0.0])
+
+    def predict(batch):
+        z = np.pad(logits[batch.indices], (0, len(batch.weights) - batch.count))
+        return z[:, None] if column else z
+
+    one = images(TaskConfig(loss=loss), predict)
+    assert confusion(one).tolist() == [[2, 1], [2, 3]]
+    assert [index for _, index, *_ in mistakes(one)] == [1, 4, 7]
+    assert mistakes(one)[0][0] == pytest.approx(1 - 1 / (1 + np.exp(-2)))
+
+
+@pytest.mark.parametrize("show", [confusion, mistakes])
+def test_outputs_that_are_no_classes_are_not_shown_as_classes(show):
+    """Digits learned by mse: one number for each sample, and the matrix took all of them for class 0."""
+    numbers = partial(images, predict=lambda batch: np.ones((len(batch.weights), 1)))
+    with pytest.raises(ConfigError, match="the labels label are not one label of classes"):
+        show(numbers(TaskConfig(loss="mse")))
+    with pytest.raises(ConfigError, match=r"gives \(1,\) for a sample, and not a number for each of 3 classes"):
+        show(numbers(TaskConfig(loss="own:loss"), labels=LABELS, classes=3))
+    two = images(TaskConfig(loss="own:loss"), lambda batch: {"a": batch.weights, "b": batch.weights})
+    with pytest.raises(ConfigError, match="the model gives a, b, and one output has the classes"):
+        show(two)
+
+
+def test_classes_without_a_name_have_their_number():
+    """Three words and data.num_classes: 5 ended with a traceback."""
+    more = images(TaskConfig(), lambda batch: np.eye(5)[np.full(len(batch.weights), 4)], LABELS, 5)
+    field = replace(more.data.sample.labels["label"], names=("ant", "bee", "cow"))
+    more.data.sample = replace(more.data.sample, labels={"label": field})
+    assert names_of(more) == ["ant", "bee", "cow", "3", "4"] and confusion(more)[:, 4].tolist() == [3, 2, 3, 0, 0]
 
 
 def opened(labels, ignored, classes=None):

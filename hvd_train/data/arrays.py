@@ -92,7 +92,11 @@ class Arrays:
         every = (*self._inputs.values(), *divided)
         described = (column.note for column in every if not (images and column.field.image))
         self.note = "\n".join(filter(None, (*notes, *described)))
-        self.remarks += tuple(filter(None, map(_remark_on_rounding, (*self._inputs.values(), *self._labels.values()))))
+        self.remarks += tuple(filter(None, map(_remark_on_rounding, self._inputs.values())))
+        for name, column in self._labels.items():
+            # Whole ones reach a function of the user as they are, and the built-in losses in 32 bits.
+            rounded = not column.field.classes and ":" not in task.term(name)[0]
+            self.remarks += tuple(filter(None, [_remark_on_rounding(column, rounded)]))
         self.fingerprint = self._fingerprint()
 
     rows: np.ndarray | None  # the subset's, None: all
@@ -213,9 +217,10 @@ class Arrays:
         return part
 
 
-def _remark_on_rounding(column: Column) -> str:
-    """Look at a few samples for numbers that lose digits on their way."""
-    if np.dtype(column.values.dtype) != np.float64:  # spares reading them
+def _remark_on_rounding(column: Column, whole: bool = False) -> str:
+    """Look at a few samples for numbers that lose digits on their way; ``whole``: whole ones become float32, too."""
+    kind = np.dtype(column.values.dtype)
+    if kind != np.float64 and not (whole and kind.kind in "iu" and kind.itemsize > 2):  # spares reading them
         return ""
     few = np.unique(np.linspace(0, len(column.values) - 1, FEW).astype(np.int64))
     return column.remark_on_rounding(np.asarray(column.values[few]))

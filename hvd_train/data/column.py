@@ -16,6 +16,8 @@ from hvd_train.protocol import Field
 INPUT, LABEL = "input", "label"  # names of arrays that came without one
 # Types that not every framework computes with travel as the next larger one; all numbers with a fraction in 32 bits.
 ROUNDING = 1e-3  # of masks that were resized
+# Of the spread of a column: an error that a user should know of. Of its largest value: no difference.
+COARSE, SAME = 1e-3, 1e-12
 TRAVEL = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 
 
@@ -134,15 +136,19 @@ class Column:
             raise DataError(f"sample {bad} holds {what}", where=self.where, fix="mend or remove it")
 
     def remark_on_rounding(self, values: np.ndarray) -> str:
-        """Return a line where whole numbers in 64 bits, as times and ids are, lose digits in 32; "" where none does."""
-        if values.dtype != np.float64 or self.field.dtype != "float32":
-            return ""
+        """Return a line where numbers (n, ...) of 64 bits, as times and ids are, lose in 32 what they differ by."""
         with np.errstate(over="ignore", invalid="ignore"):
-            lost = (values == np.rint(values)) & (values.astype(np.float32) != values) & np.isfinite(values)
-        if not lost.any():
-            return ""
-        # The same line for all parts of the data, so that it is printed once.
-        return f"{self.title} hold whole numbers above 2^24, which 32 bits round (leave out ids; count times from 0)"
+            stored = values.astype(np.float32)
+            whole = (values == np.rint(values)) & np.isfinite(values)
+            lost = whole & (stored.astype(values.dtype) != values)
+        # The same lines for all parts of the data, so that they are printed once.
+        if lost.any():
+            return (
+                f"{self.title} hold whole numbers above 2^24, which 32 bits round (leave out ids; count times from 0)"
+            )
+        if loses_differences(values, stored).any():
+            return f"{self.title} hold numbers whose differences 32 bits round (count times from 0; subtract a mean)"
+        return ""
 
     @property
     def note(self) -> str:
@@ -155,6 +161,19 @@ class Column:
         if kind.kind in "iu":
             return f"{self.title} are {kind} and reach the model as whole numbers (store quantities as float32)"
         return ""
+
+
+def loses_differences(values: np.ndarray, stored: np.ndarray) -> np.ndarray:
+    """Return for each column of float64 ``values`` (n, ...) whether 32 bits, ``stored``, lose what they differ by.
+
+    Seconds since 1970 have steps of 128 in 32 bits, also with a fraction.
+    """
+    rows = np.asarray(values, np.float64).reshape(len(values), -1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.abs(stored.reshape(rows.shape) - rows).max(axis=0)
+        spread, largest = np.ptp(rows, axis=0), np.abs(rows).max(axis=0)
+        # Below that, values are equal but for the rounding of earlier sums.
+        return (spread > SAME * largest) & (error > COARSE * spread)
 
 
 def check_no_mask(value: Any, name: str, where: str) -> None:

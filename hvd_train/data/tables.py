@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvd_train.data.classes import NUMBER, WHOLE, Classes, Words, listing, remarks_on_missing, values_of
+from hvd_train.data.column import loses_differences
 from hvd_train.data.formats import parquet_size, unreadable
 from hvd_train.data.images import PART_NAMES, part_of
 from hvd_train.data.jsonl import first_keys, read_jsonl
@@ -179,8 +180,19 @@ class Table:
         return stored
 
     def _note_rounded(self, name: str, column: ChunkedArray, values: np.ndarray, stored: np.ndarray) -> None:
-        """Note whole numbers, as ids are, that 32 bits round; of others nobody expects all digits."""
-        if not len(values) or np.abs(values).max() <= 2**24:
+        """Note whole numbers, as ids are, that 32 bits round, and others whose differences they round.
+
+        Of others nobody expects all digits.
+        """
+        if not len(values):
+            return
+        if loses_differences(values, stored).any() and (values != np.rint(values)).any():
+            row = int(np.argmax(np.abs(stored - values)))
+            what = f"column '{name}' holds numbers whose differences 32 bits round"
+            example = f"{values[row]:.15g} -> {stored[row]:.15g}"
+            self.notes.append(f"{what}: {example} (count times from the first; subtract a mean)")
+            return
+        if np.abs(values).max() <= 2**24:
             return
         kind, exact = str(column.type), values
         if kind.startswith(("int", "uint")):

@@ -133,11 +133,36 @@ def test_times_of_arrays_that_32_bits_round_are_told():
     for quiet in (
         times - times[0],
         times.astype(np.float32),
-        times + 0.5,
+        times - times[0] + 0.1,
+        np.random.default_rng(0).normal(100, 1, (N, 2)),
+        np.full((N, 2), 0.1) + 1e-17 * times / 1e9,
         (times - times[0]) * 2.0**30,
         times.astype(np.int64),
     ):
         assert not opened(BITS, quiet).remarks
+
+
+@pytest.mark.parametrize("first", [1_790_000_000.25, 2_460_000.5, -1e6])
+def test_numbers_whose_differences_32_bits_round_are_told(first):
+    """Seconds since 1970 with a fraction: 20 different times were one number for the model, without a word."""
+    times = first + np.arange(2.0 * N).reshape(N, 2) / 2048
+    assert len(np.unique(times.astype(np.float32))) < 2 * N
+    (line,) = opened(BITS, times).remarks
+    assert line.startswith("inputs hold numbers whose differences 32 bits round")
+    (line,) = opened(times[:, 0], task={"loss": "mse"}).remarks
+    assert line.startswith("labels hold numbers whose")
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint64, np.int32])
+def test_whole_labels_that_a_loss_of_numbers_rounds_are_told(kind):
+    """Whole labels reach a built-in loss in 32 bits; a function of the user gets them as they are."""
+    times = 1_790_000_001 + np.arange(N).astype(kind)
+    (line,) = opened(times, task={"loss": "mse"}).remarks
+    assert line.startswith("labels hold whole numbers above 2^24")
+    assert (
+        not opened(times, task={"loss": "own:loss"}).remarks
+        and not opened(times - times[0] + 1, task={"loss": "mse"}).remarks
+    )
 
 
 def test_labels_of_an_evaluation_are_looked_at_too():

@@ -118,7 +118,10 @@ class Arrays:
         """Check other samples of the same fields, and return them as ``fetch`` would."""
         parts = []
         for values, columns in ((inputs, self._inputs), (labels, self._labels)):
-            named = values if isinstance(values, Mapping) else dict.fromkeys(columns, values)
+            named = values if isinstance(values, Mapping) else dict.fromkeys([*columns][:1], values)
+            if missing := [name for name in columns if name not in named]:
+                what = f"fetch gives no {', '.join(columns[name].title for name in missing)} for sample {rows[0]}"
+                raise DataError(what, where=self.where, fix="give all samples the same names")
             for name in columns:
                 check_no_mask(named[name], columns[name].title, self.where)
             arrays = {name: np.asarray(named[name]) for name in columns}

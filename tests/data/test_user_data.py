@@ -283,6 +283,33 @@ def test_a_loss_of_the_users_leaves_the_number_of_classes_told(tmp_path):
     assert open_data(DataConfig(), task, (part, part)).sample.num_classes == 3
 
 
+@pytest.mark.parametrize(
+    ("later", "line"),
+    [
+        (({"a": LABELS}, LABELS), "fetch gives no inputs 'b' for sample 0"),
+        ((LABELS, LABELS), "fetch gives no inputs 'b' for sample 0"),
+        (({"a": LABELS, "b": LABELS}, {"other": LABELS}), "fetch gives no labels for sample 0"),
+    ],
+    ids=["one name", "no name", "a name for labels"],
+)
+def test_a_later_fetch_that_lacks_a_name_is_told(later, line):
+    """It ended with a bare KeyError, and an array without a name was taken for each of two inputs."""
+
+    class Changing:
+        fingerprint, num_classes = "a", 4
+        __len__ = lambda self: 8  # noqa: E731
+
+        def fetch(self, indices):
+            if len(indices) == 1:
+                return {"a": LABELS[indices], "b": LABELS[indices]}, LABELS[indices]
+            return later
+
+    data = open_data(DataConfig(), TaskConfig(), (Changing(), Changing()))
+    with pytest.raises(DataError) as caught:
+        data.train.fetch(np.arange(8))
+    assert caught.value.what == line and caught.value.fix
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("rows", "labels", "line"),

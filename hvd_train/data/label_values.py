@@ -46,6 +46,25 @@ def check_values(parts: Mapping[str, Source], task: TaskConfig, where: str, of_i
                     _check_metric(part, name, field, loss, metric, place)
 
 
+def remark_on_ignored(part: Source, name: str, ignored: int, loss: str) -> str:
+    """Return a line where labels are classes or ``ignored``, and a loss of the user's gives a value for all of them.
+
+    "" where they are not.
+    """
+    field, count, rest = part.sample.labels[name], 0, False
+    if field.classes or field.dtype != "int64":
+        return ""
+    for _, values in _pieces(part, name):
+        here = values == ignored
+        if (values[~here] < 0).any():  # numbers of any kind
+            return ""
+        count, rest = count + int(here.sum()), rest or not here.all()
+    if not count or not rest:
+        return ""
+    what = f"labels '{name}' hold {ignored}, and the values of {loss} there count in its mean"
+    return f"{what} (return (values, labels != {ignored}) to leave them out)"
+
+
 def _check_bytes(part: Source, name: str, where: str) -> None:
     """Refuse bytes of 0 and 1: divided by 255 as an image, they would all be nearly 0."""
     most = 0

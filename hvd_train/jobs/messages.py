@@ -13,6 +13,7 @@ from hvd_train.core.hooks import Hook, unknown_events
 from hvd_train.core.loop import Trainer
 from hvd_train.data.classes import listing
 from hvd_train.data.dataset import DataSet
+from hvd_train.data.label_values import remark_on_ignored
 from hvd_train.errors import CheckpointError, amount, printable
 from hvd_train.jobs.job import Job, described_inputs
 from hvd_train.jobs.resume import best_rule
@@ -55,7 +56,7 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     notes = (getattr(part, "note", "").splitlines() for part in (job.data.train, job.data.val))
     lines += dict.fromkeys(line for part in notes for line in part)
     lines += [*_classes(job.data.sample), *job.data.remarks, *same_parts(job.data)]
-    lines += [f"note: {line}" for line in job.frontend.task.remarks]
+    lines += [f"note: {line}" for line in (*job.frontend.task.remarks, *_ignored_labels(job))]
     lines += [*job.initialization, *(groups.table() if groups else [])]
     if snapshot:
         p = trainer.progress
@@ -68,6 +69,17 @@ def same_parts(data: DataSet) -> list[str]:
     if data.train.fingerprint != data.val.fingerprint:
         return []
     return ["note: the validation samples are the training samples: their metrics say nothing about new ones"]
+
+
+def _ignored_labels(job: Job) -> list[str]:
+    """Return a line for each loss of the user's that counts labels which are left out elsewhere."""
+    labels, lines = job.data.sample.labels, []
+    for one in job.frontend.task.objectives:
+        name = one.output or (next(iter(labels)) if len(labels) == 1 else "")
+        if one.user_loss and name in labels and not one.weighted_by_data:
+            ignored = one.ignore_index if one.user_loss.ignored is None else one.user_loss.ignored
+            lines.append(remark_on_ignored(job.data.train, name, ignored, one.loss.rpartition(":")[2]))
+    return [*filter(None, lines)]
 
 
 def weight_names(job: Job) -> str:

@@ -84,7 +84,21 @@ class UserFunction:
             self.remark = (
                 f"{what}: each rank compares those of its part, so another number of ranks gives other numbers"
             )
+        elif place_weights is None and self._weighs_classes(labels, ops):
+            what = "its values have the weights of their classes, and their mean divides by the number of samples"
+            self.remark = f"{what}, where PyTorch's own divides by the sum of weights (task.class_weights does so)"
         return place_weights is not None
+
+    def _weighs_classes(self, labels: Any, ops: Ops) -> bool:
+        """Return whether it is a loss of PyTorch with weights of classes, whose own mean divides by their sum."""
+        weighs = self.ignored is not None and getattr(self._function, "weight", None) is not None
+        return weighs and not isinstance(labels, Mapping) and ops.to_numpy(labels).dtype.kind in "iu"
+
+    @property
+    def ignored(self) -> int | None:
+        """Return the label for which a loss of PyTorch or Keras gives 0, and which its own mean leaves out."""
+        number = getattr(self._function, "ignore_index", getattr(self._function, "ignore_class", None))
+        return number if isinstance(number, int) else None
 
     def _compares(self, outputs: Any, labels: Any, ops: Ops) -> bool:
         """Return whether the values of some samples are others than those of each alone; False if it cannot be tried.

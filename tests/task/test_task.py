@@ -786,3 +786,21 @@ def test_a_function_that_compares_samples_is_told(monkeypatch, loss, told):
     task, *_ = made("own_task:loss", ["own_task:metric"], "numbers", ())
     lines = ["task.loss: own_task:loss: the value of a sample", "task.metrics: own_task:metric: the value of a sample"]
     assert [line[: len(start)] for line, start in zip(task.remarks, lines, strict=told)] == lines * told
+
+
+@pytest.mark.parametrize(
+    ("weight", "dtype", "told"), [([1, 5], np.int64, True), (None, np.int64, False), ([1, 5], float, False)]
+)
+def test_a_loss_of_pytorch_with_weights_of_classes_is_told(monkeypatch, weight, dtype, told):
+    """CrossEntropyLoss(weight=w, reduction="none") had 2.899 here, and 0.805 with PyTorch's own mean, without a word.
+
+    With shares as labels PyTorch divides by the number of samples, too.
+    """
+    loss = type("CrossEntropyLoss", (), {"__call__": lambda self, z, y: z**2 + y, "ignore_index": -100})()
+    loss.weight = weight
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(loss=loss))
+    task = Task(TaskConfig(loss="own_task:loss"), Sample({}, {"label": Field((), np.dtype(dtype).name)}), NumpyOps())
+    task.probe(np.zeros(2), {"label": np.zeros(2, dtype)}, np.ones(2))
+    assert [line.partition(", and")[0] for line in task.remarks] == [
+        "task.loss: own_task:loss: its values have the weights of their classes"
+    ] * told

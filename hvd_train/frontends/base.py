@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,12 @@ class StateTree(NamedArrays):
                 name = layout.name if canonical else key.removeprefix(prefix).replace("/", ".")
                 known[name] = prefix + layout.name, None if canonical else layout
         return known
+
+    def names_here(
+        self, path: Path | None, names: Collection[str], given: Callable[[str], bool], where: str
+    ) -> dict[str, str]:
+        """Most frameworks name weights by the model alone."""
+        return {}
 
     @property
     def _moved(self) -> dict[str, Any]:

@@ -26,15 +26,17 @@ from hvd_train.protocol import Field, FrontEnd, Sample, Tree
 from hvd_train.update.parameter_groups import matches
 
 SHOWN = 20  # rows of the table of each kind
+NO_PLACE = "Keras numbered its layer after others, and the model has none in its place"
 UNUSED = "num_batches_tracked"  # PyTorch's count, which no arithmetic uses
 
 
-@dataclass(frozen=True)
+@dataclass
 class WeightFile:
     """``arrays`` by the file's names, with dots; ``place``: where they are in a file of several sets.
 
     ``canonical``: names and axes are those of our checkpoints; ``origin``: the framework and the model of these, where
-    they are known. ``sample``, ``vocabulary``: of the run, where the file is one of its checkpoints.
+    they are known. ``sample``, ``vocabulary``: of the run, where the file is one of its checkpoints. ``here``: {name in
+    the file: name of the front-end; "": none}, where these may differ.
     """
 
     arrays: Tree
@@ -43,6 +45,7 @@ class WeightFile:
     sample: Sample | None = None
     vocabulary: str = ""
     place: str = ""
+    here: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,14 +66,19 @@ def initialize(config: Config, frontend: FrontEnd, data: DataSet) -> list[str]:
     options = config.model.init_from
     assert options
     where = f"model.init_from: {options.path}"
-    files = _read(Path(options.path).expanduser(), config, where)
-    state, aliases = frontend.state(), frontend.aliases(files[0].canonical)
+    path = Path(options.path).expanduser()
+    files = _read(path, config, where)
+    canonical = files[0].canonical
+    state, aliases = frontend.state(), frontend.aliases(canonical)
     ranked = []
     for file in files:
-        fits = len(_fitting(file.arrays, aliases, state, options.rename))
+        _check_origin(config, file, where)
+        file.here = frontend.names_here(
+            None if canonical else path, file.arrays, lambda name: _given(name, options.rename) is not None, where
+        )
+        fits = len(_fitting(file, aliases, state, options.rename))
         ranked.append(((fits, *_better_rename(file, aliases, state, options.rename)), file))
     (fits, more, renamed), file = max(ranked, key=lambda one: one[0][:2])
-    _check_origin(config, file, where)
     done = assign(file, aliases, state, options.exclude, options.rename, where)
     section = json.dumps({**options.model_dump(exclude_defaults=True), "rename": renamed})
     advice = f"{amount(more, 'more tensor')} would fit with init_from: {section}" if more else ""
@@ -84,7 +92,7 @@ def initialize(config: Config, frontend: FrontEnd, data: DataSet) -> list[str]:
     table += [f"  note: {advice}"] * bool(advice)
     if others := [one.place or "the file itself" for key, one in ranked if key[0] == fits and one is not file]:
         table.append(f"  note: {listing(others)} of the file would fit as well; the first one was taken")
-    return table + _other_meanings(file, data)
+    return table + _other_names(file, options.rename) + _other_meanings(file, data)
 
 
 def _shape(alias: tuple[str, Any], state: Tree) -> tuple[int, ...]:
@@ -93,11 +101,13 @@ def _shape(alias: tuple[str, Any], state: Tree) -> tuple[int, ...]:
     return layout.native_shape if layout else state[key].shape
 
 
-def _fitting(arrays: Tree, aliases: Mapping[str, tuple[str, Any]], state: Tree, rename: Mapping[str, str]) -> list[str]:
+def _fitting(
+    file: WeightFile, aliases: Mapping[str, tuple[str, Any]], state: Tree, rename: Mapping[str, str]
+) -> list[str]:
     """Return the names of arrays that have a weight of their name and shape in the model."""
-    renamed, _ = _renamed(arrays, rename)
-    here = {name: aliases[renamed[name]] for name in arrays if renamed[name] in aliases}
-    return [name for name, alias in here.items() if arrays[name].shape == _shape(alias, state)]
+    renamed, _ = _renamed(file, rename)
+    here = {name: aliases[renamed[name]] for name in file.arrays if renamed[name] in aliases}
+    return [name for name, alias in here.items() if file.arrays[name].shape == _shape(alias, state)]
 
 
 def _better_rename(
@@ -107,7 +117,7 @@ def _better_rename(
 
     The line takes away what stands before all names in the file (``module.``), or adds what stands before those here.
     """
-    fitting = set(_fitting(file.arrays, aliases, state, rename))
+    fitting = set(_fitting(file, aliases, state, rename))
     lines: Counter[tuple[str, str]] = Counter()
     for name in file.arrays.keys() - fitting:
         for own, alias in aliases.items():
@@ -117,7 +127,7 @@ def _better_rename(
                 elif own.endswith(f".{name}"):
                     lines["*", f"{own.removesuffix(name)}*"] += 1
     ways = [{**rename, old: new} for (old, new), _ in lines.most_common(1)]
-    gains = [(len(_fitting(file.arrays, aliases, state, way)) - len(fitting), way) for way in ways]
+    gains = [(len(_fitting(file, aliases, state, way)) - len(fitting), way) for way in ways]
     return max([(0, {}), *gains], key=lambda gain: gain[0])
 
 
@@ -134,7 +144,7 @@ def assign(
     ``aliases``: {name as the file has it: (key of ``state``, layout of the file's axes or None)}.
     """
     done = Initialization()
-    renamed, used = _renamed(file.arrays, rename)
+    renamed, used = _renamed(file, rename)
     if unused := [pattern for pattern in rename if pattern not in used]:
         raise _unmatched(unused[0], "rename", list(file.arrays), where)
     keys = {key: key.partition("/")[2] for key in state}
@@ -149,7 +159,8 @@ def assign(
             continue
         shape = _shape((key, layout), state) if key else ()
         if not key:
-            done.left[name] = "the model has no such weight"
+            counted = not renamed[name] and name in aliases
+            done.left[name] = NO_PLACE if counted else "the model has no such weight"
         elif key in excluded:
             done.left[name] = "excluded"
         elif array.shape != shape:
@@ -191,20 +202,25 @@ def _survives(array: np.ndarray, kind: np.dtype) -> bool:
         return array.dtype.kind != "c" and np.array_equal(array.astype(kind), array)
 
 
-def _renamed(names: Mapping[str, Any], rename: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
+def _renamed(file: WeightFile, rename: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
     """Return {name: name here}, by the first pattern that matches, and the patterns that matched."""
-    renamed, used = {name: name for name in names}, set()
-    for name in names:
-        for pattern, new in rename.items():
-            parts = [re.escape(part) for part in pattern.replace("/", ".").split("*")]
-            match = re.fullmatch("(.*)".join(parts), name)
-            if match:
-                pieces = new.replace("/", ".").split("*")
-                stars = [*match.groups(), ""]
-                renamed[name] = "".join(piece + star for piece, star in zip(pieces, stars, strict=True))
-                used.add(pattern)
-                break
+    renamed, used = {}, set()
+    for name in file.arrays:
+        pattern, renamed[name] = _given(name, rename) or ("", file.here.get(name, name))
+        used.add(pattern)
     return renamed, used
+
+
+def _given(name: str, rename: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the first pattern that matches a name, and the new name."""
+    for pattern, new in rename.items():
+        parts = [re.escape(part) for part in pattern.replace("/", ".").split("*")]
+        match = re.fullmatch("(.*)".join(parts), name)
+        if match:
+            pieces = new.replace("/", ".").split("*")
+            stars = [*match.groups(), ""]
+            return pattern, "".join(piece + star for piece, star in zip(pieces, stars, strict=True))
+    return None
 
 
 def _unmatched(pattern: str, key: str, names: list[str], where: str) -> ConfigError:
@@ -289,6 +305,17 @@ def _table(done: Initialization, path: str) -> list[str]:
         if len(rows) > len(shown):
             lines.append(f"  {title}: {len(rows) - len(shown)} more")
     return lines
+
+
+def _other_names(file: WeightFile, rename: Mapping[str, str]) -> list[str]:
+    """Say which layers of the file have other names here."""
+    layers = {}
+    for name, here in file.here.items():
+        if here not in ("", name) and not _given(name, rename):
+            layers[name.rpartition(".")[0]] = here.rpartition(".")[0]
+    pairs = [f"{layer} is {here} here" for layer, here in layers.items()]
+    more = [f"{len(pairs) - SHOWN} more"] * (len(pairs) > SHOWN)
+    return [f"  note: Keras numbered the file's layers after others: {', '.join(pairs[:SHOWN] + more)}"] * bool(pairs)
 
 
 def _other_meanings(file: WeightFile, data: DataSet) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -142,6 +143,15 @@ class FrontEnd(Protocol):
         """Return {name in a file of weights: (key of ``state``, Layout of the file's axes; None: canonical)}.
 
         ``canonical``: the file has names and axes of checkpoints, else those of the framework, with dots for slashes.
+        """
+
+    def names_here(
+        self, path: Path | None, names: Collection[str], given: Callable[[str], bool], where: str
+    ) -> Mapping[str, str]:
+        """Return {name in a file: name in ``aliases``; "": none} where the two may differ.
+
+        ``path``: a file of the framework; None: the ``names`` are those of a checkpoint. ``given``: whether the user
+        says what a name is. Raises ConfigError where another name cannot be told.
         """
 
     def state(self, into: Tree | None = None) -> Tree:

@@ -13,7 +13,7 @@ from tests.cli.test_guide import PAGES, as_typed, blocks
 
 TEXT = PAGES["fine-tuning"]
 BEFORE, HEAD, GROUPS, OWN = blocks(TEXT, "yaml")
-TABLES = [block[1:] for block in TEXT.split("```")[1::2] if block.startswith("\n")]  # what is printed
+TABLE, NUMBERED, PARTS = (block[1:] for block in TEXT.split("```")[1::2] if block.startswith("\n"))  # what is printed
 LONG = pytest.mark.long("the first example runs each time; test_parameter_groups and test_user_optimizer show the rest")
 
 
@@ -25,7 +25,7 @@ def test_a_new_head_on_the_layers_of_another_run(tmp_path):
     as_typed(first, tmp_path)
     for more in ([], ["--set", "framework=tensorflow", "--run-dir", "runs/other"]):
         printed = as_typed([*second, *more], tmp_path)
-        assert TABLES[0] in printed
+        assert TABLE in printed
         assert "epoch 4: 4 tensors of 4 are trained from here on\n" in printed
         assert float(re.search(r"^done: validation .*accuracy ([\d.]+)", printed, re.MULTILINE)[1]) > 0.8
 
@@ -50,7 +50,7 @@ def test_the_weights_of_a_checkpoint_that_holds_more(tmp_path, monkeypatch):
 def test_other_rates_and_an_optimizer_of_yours(tmp_path):
     _, code = blocks(TEXT, "python")
     (tmp_path / "mine.py").write_text(code)
-    for number, (block, shown) in enumerate(((GROUPS, TABLES[1]), (OWN, "\ndone: "))):
+    for number, (block, shown) in enumerate(((GROUPS, PARTS), (OWN, "\ndone: "))):
         (tmp_path / "job.yaml").write_text(block)
         printed = as_typed(["hvd-train", "fit", "-c", "job.yaml", "--run-dir", f"runs/{number}", "-np", "2"], tmp_path)
         assert shown in printed

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -40,7 +41,7 @@ from hvd_train.frontends.tensorflow.penalties import penalty
 from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer, check_constraints
 from hvd_train.frontends.tensorflow.user_optimizer import variable_optimizer
 from hvd_train.frontends.tensorflow.variables import by_path, check_none_is_late, states
-from hvd_train.frontends.tensorflow.weight_files import numbered
+from hvd_train.frontends.tensorflow.weight_files import names_here, numbered, paths_here
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
 from hvd_train.protocol import Batch, Field, Groups, Optimizer, Sample, Scale, TensorSpec, Update, made_up, one_or_all
 from hvd_train.task.task import Task
@@ -364,6 +365,13 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
     def aliases(self, canonical: bool) -> dict[str, tuple[str, Layout | None]]:
         known = super().aliases(canonical)
         return known if canonical else known | numbered(self.model, known)
+
+    def names_here(
+        self, path: Path | None, names: Collection[str], given: Callable[[str], bool], where: str
+    ) -> dict[str, str]:
+        if path:
+            return names_here(path, self.model, given, where)
+        return paths_here(names, self.model, self.aliases(True), given, where)
 
     def _readers(self) -> Mapping[str, Callable[[], np.ndarray]]:
         return {key: partial(view, v.value) for key, v in self._variables().items()}

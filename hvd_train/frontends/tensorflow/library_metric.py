@@ -28,8 +28,10 @@ class KerasMetric:
         metric, counts = self._metric, weights > 0
 
         def update() -> tf.Tensor:
-            # Some functions of Keras take no other type than the metric's, as those that look for the k largest.
-            of_type = for_each(lambda x: tf.cast(x, metric.dtype), _rows(outputs, counts))
+            # Some functions of Keras take no other type than the metric's, as those that look for the k largest. Those
+            # of intersection over union count in whole numbers, which outputs are not.
+            kind = tf.as_dtype(keras.backend.standardize_dtype(metric.dtype))
+            of_type = for_each(lambda x: tf.cast(x, kind) if kind.is_floating else x, _rows(outputs, counts))
             metric.update_state(_rows(labels, counts), of_type)
             return tf.constant(0)
 

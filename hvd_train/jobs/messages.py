@@ -27,7 +27,7 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     count = sum(x.size for key, x in job.frontend.whole.items() if key.startswith("weights/"))
     groups = job.parameter_groups
     count = count or sum(spec.size for spec in (groups.specs if groups else job.frontend.specs()))
-    steps = f"{trainer.steps_per_epoch} steps per epoch"
+    steps = f"{amount(trainer.steps_per_epoch, 'step')} per epoch"
     if trainer.limit < trainer.steps_per_epoch:
         samples = f"{trainer.epoch_size:,} of {trainer.train_size:,} samples"
         steps = f"{trainer.limit} of {steps}, {samples} (limit_train_batches)"

@@ -39,6 +39,7 @@ BY = {"epoch": epochs, "step": steps}
 COLUMNS = 3
 MARKS = "os^Dvp*Xh<>"
 FEW, APART = 8, 0.1  # values that get a label each; the least distance of two, as a part of the axis
+LETTER = 0.025  # the width of a letter of a label, as a part of an axis 3.6 inches wide
 FAR = 4  # times the smallest: beyond that a logarithmic scale shows more
 READABLE = 40  # classes whose names and counts have room in a picture
 
@@ -93,7 +94,8 @@ def set_ticks(axis: Any, values: Sequence[float], log: bool) -> None:
     kept: list[float] = []
     for x in places:
         at = [(math.log(one) if log else one) for one in (*kept[-1:], x)]
-        if not kept or at[-1] - at[0] >= APART * (high - low):
+        letters = sum(len(f"{one:g}") for one in (*kept[-1:], x)) / 2
+        if not kept or at[-1] - at[0] >= max(APART, LETTER * (letters + 1)) * (high - low):
             kept.append(x)
     axis.set_xticks(kept, [f"{x:g}" for x in kept])
     axis.xaxis.set_minor_locator(NullLocator())

@@ -102,7 +102,7 @@ def first_weights(folder, build, path, **keys):
 
 
 def trained(folder, model, keys=()):
-    config = {"framework": "tensorflow", "tensorboard": False, "run_dir": str(folder), "global_batch_size": 30}
+    config = {"framework": "tensorflow", "tensorboard": False, "run_dir": str(folder), "global_batch_size": 60}
     config |= {"max_epochs": 1, "optim": {"lr": 1e-30}, "model": dict(keys)}
     hvd_train.fit(config, model=model, data=DATA)
     tree = newest(folder / "checkpoints", print).tree
@@ -142,7 +142,7 @@ def test_an_archive_and_a_new_head(tmp_path, capsys):
         name = "dense" + f"_{k}" * bool(k)
         assert (weights[f"sequential.{name}.kernel"] == layer.kernel.numpy()).all(), name
     printed = capsys.readouterr().out
-    assert NUMBERED in printed
+    assert NUMBERED in printed and "1 rank, global batch 60, 1 step per epoch\n" in printed
     assert "  left in the file: dense_3.0 ((8, 5) in the file, (8, 3) in the model)\n" in printed
 
 

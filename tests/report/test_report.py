@@ -145,6 +145,7 @@ def test_curves_are_drawn_for_each_run(tmp_path, monkeypatch):
         ([0.1, 0.01, 0.011, 0.01, 1], True, ["0.01", "0.1", "1"]),
         ([0.9, 0.99, 0.85], False, ["0.85", "0.9", "0.99"]),
         ([16, 16], False, ["16"]),
+        ([0.000220502, 0.00079485, 0.00175785, 0.0863291, 0.155888], True, ["0.000220502", "0.00175785", "0.0863291"]),
     ],
 )
 def test_ticks_do_not_collide(values, log, labels):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from hvd_train.config.keys.section import Positive, Section, raise_problems
+from hvd_train.errors import amount
 
 
 class GroupConfig(Section):
@@ -53,7 +54,7 @@ class GroupConfig(Section):
         numbers = {"lr": self.lr, "weight_decay": self.weight_decay}
         words = [f"{key} {x:g}" for key, x in numbers.items() if x is not None]
         if self.freeze:
-            words.append(f"frozen for {self.until_epoch} epochs" if self.until_epoch else "frozen")
+            words.append(f"frozen for {amount(self.until_epoch, 'epoch')}" if self.until_epoch else "frozen")
         elif self.freeze is False:
             words.append("not frozen")
         words += ["batch normalization with running statistics"] * self.fix_statistics

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules import module
 from torch.nn.modules.batchnorm import _NormBase
 
 from hvd_train.core.agreement import due
@@ -14,17 +17,28 @@ from hvd_train.script.broadcast import broadcast_parts
 from hvd_train.torch.bit_sum import bits
 
 LOOKS = (1, 3)  # passes, besides those of ``due``, at which contents are compared
+_registrations = 0  # of buffers and layers, in any module of this process
+
+
+def _count_registration(*_: Any) -> None:
+    global _registrations
+    _registrations += 1
+
+
+module.register_module_buffer_registration_hook(_count_registration)
+module.register_module_module_registration_hook(_count_registration)
 
 
 class Buffers:
     """Buffers that all ranks take from rank 0 after every pass, from the first change on any rank on.
 
     torch counts most changes; those made through ``.data`` show in the contents, which are looked at now and then.
-    Buffers that never change (masks, tables) cost no transfer.
+    Buffers that never change (masks, tables) cost no transfer. Those that come to the model later (masks of pruning)
+    are shared once, and from then on when they change; they have one flag for all of them, the last.
     """
 
     def __init__(self, model: torch.nn.Module, communicator: Communicator) -> None:
-        self._communicator = communicator
+        self._communicator, self._model = communicator, model
         norms = {id(layer) for layer in model.modules() if isinstance(layer, _NormBase)}
         running_stats = ("running_mean", "running_var", "num_batches_tracked")
         places: dict[Any, tuple[torch.nn.Module, str]] = {}
@@ -37,38 +51,67 @@ class Buffers:
         self._marks = [self._mark(k) for k in range(len(self._places))]
         self._contents = self._sums()
         self._live: set[int] = set()
+        self._moved: set[int] = set()  # on this rank, since the last exchange
+        self._layers = list(model.modules())  # kept, so that no other layer gets the id of one of them
+        self._first = {(id(layer), name) for layer in self._layers for name in layer._buffers}
+        self._seen = _registrations
+        self._late: dict[str, tuple[int, int]] = {}  # marks of those that came later, by name
+        self._late_new = self._late_live = False
 
     def __len__(self) -> int:
-        return len(self._places)
+        """Return the number of flags."""
+        return len(self._places) + 1
+
+    def _late_places(self) -> dict[str, tuple[torch.nn.Module, str]]:
+        """Return the places of buffers that came to the model after this object was made, by name."""
+        places = [(path, layer, name) for path, layer in self._model.named_modules() for name in layer._buffers]
+        late = [place for place in places if (id(place[1]), place[2]) not in self._first]
+        return {f"{path}.{name}".lstrip("."): (layer, name) for path, layer, name in late}
 
     def _get(self, k: int) -> torch.Tensor | None:
         layer, name = self._places[k]
         return layer._buffers.get(name)
 
     def _mark(self, k: int) -> tuple[int, int]:
-        x = self._get(k)
-        # Inference tensors have no count of changes.
-        return id(x), 0 if x is None or x.is_inference() else x._version
+        return _mark_of(self._get(k))
 
     def _sums(self) -> list[int]:
-        return [0 if x is None else int(bits(x)) for x in map(self._get, range(len(self)))]
+        return [0 if x is None else int(bits(x)) for x in map(self._get, range(len(self._places)))]
 
     def changed(self, passes: int, every: int) -> list[float]:
-        """Return, for each buffer, 1.0 if this rank knows that it changes, else 0.0."""
-        marks = [self._mark(k) for k in range(len(self))]
-        moved = {k for k, mark in enumerate(marks) if mark != self._marks[k]}
+        """Return, for each buffer, 1.0 if this rank knows that it changes, else 0.0; last for those that came later."""
+        marks = [self._mark(k) for k in range(len(self._places))]
+        # Kept until buffers are shared: a pass that fails, or whose exchange is made again, asks once more.
+        moved = self._moved
+        moved |= {k for k, mark in enumerate(marks) if mark != self._marks[k]}
         # A sum reads the whole buffer, and on a GPU waits for it: not in every pass.
         if passes in LOOKS or due(passes, every or 100):
             sums = self._sums()
             moved |= {k for k, x in enumerate(sums) if x != self._contents[k]}
         self._marks = marks
-        return [float(k in moved or k in self._live) for k in range(len(self))]
+        known = [float(k in moved or k in self._live) for k in range(len(self._places))]
+        return [*known, float(self._late_changed())]
+
+    def _late_changed(self) -> bool:
+        """Return whether buffers came to the model since the last pass, or such ones change."""
+        if self._seen == _registrations and not self._late:
+            return False
+        self._seen = _registrations
+        marks = {name: _mark_of(layer._buffers[k]) for name, (layer, k) in self._late_places().items()}
+        self._late_live |= any(marks[name] != mark for name, mark in self._late.items() if name in marks)
+        self._late_new |= not marks.keys() <= self._late.keys()
+        self._late = marks
+        return bool(marks) and (self._late_live or self._late_new)
 
     @torch.no_grad()
     def share(self, changed: list[float]) -> None:
         """Take rank 0's contents of the buffers that any rank has ``changed``; on all ranks together."""
         # ``changed`` is a sum over ranks, so that all of them keep the same set and send the same buffers.
-        self._live |= {k for k, flag in enumerate(changed) if flag}
+        *known, late = changed
+        self._moved = set()
+        if late:
+            self._share_late()
+        self._live |= {k for k, flag in enumerate(known) if flag}
         if not self._live:
             return
         local = {k: x for k in sorted(self._live) if (x := self._get(k)) is not None}
@@ -82,18 +125,62 @@ class Buffers:
         if not self._communicator.rank:
             return
         for (k, kind, shape), part in zip(head, sent, strict=True):
-            dtype = getattr(torch, kind)
-            value = torch.empty(shape, dtype=dtype)
-            if part.nbytes:
-                value = torch.frombuffer(bytearray(part), dtype=dtype).reshape(shape)
-            x = local.get(k)
-            if x is not None and (x.dtype, x.shape) == (value.dtype, value.shape):
-                x.data.copy_(value)  # a graph that is kept may hold it
-            else:
-                layer, name = self._places[k]
-                place = next(iter(layer.parameters()), value).device if x is None else x.device
-                layer._buffers[name] = value.to(place)
-        self._marks = [self._mark(k) for k in range(len(self))]
+            _put(self._places[k], _tensor_of(kind, shape, part))
+        self._marks = [self._mark(k) for k in range(len(self._places))]
+
+    def _share_late(self) -> None:
+        """Take rank 0's contents of the buffers that came to the model after this object was made."""
+        places = self._late_places()
+        local = {name: x for name, (layer, k) in places.items() if (x := layer._buffers[k]) is not None}
+        head: list[Any] = []
+        parts: list[np.ndarray] = []
+        if not self._communicator.rank:
+            tensors = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in local.items()]
+            head, parts = [self._late_new, *tensors], [_memory_of(x) for x in local.values()]
+        self._late_new = False
+        (new, *tensors), sent = broadcast_parts(self._communicator, head, parts)
+        apart = []
+        if self._communicator.rank:
+            for (name, kind, shape), part in zip(tensors, sent, strict=True):
+                if name in places:
+                    value, x = _tensor_of(kind, shape, part), local.get(name)
+                    if x is None or _memory_of(x).tobytes() != _memory_of(value).tobytes():
+                        apart.append(name)
+                    _put(places[name], value)
+        self._late = {name: _mark_of(layer._buffers[k]) for name, (layer, k) in places.items()}
+        if new:
+            everyone = self._communicator.allgather_bytes(json.dumps(apart).encode(), "late buffers")
+            names = sorted({name for part in everyone for name in json.loads(part)})
+            if names and not self._communicator.rank:
+                what = f"{', '.join(names)}: buffers that came to the model after ht.distribute, and differ between"
+                fix = "register them before ht.distribute, or fill them alike on all ranks"
+                warnings.warn(f"{what} ranks; from now on all ranks have rank 0's; {fix}", stacklevel=2)
+
+
+def _mark_of(x: torch.Tensor | None) -> tuple[int, int]:
+    """Return what is another value once ``x`` was changed or replaced."""
+    # Inference tensors have no count of changes.
+    return id(x), 0 if x is None or x.is_inference() else x._version
+
+
+def _tensor_of(kind: str, shape: list[int], part: np.ndarray) -> torch.Tensor:
+    dtype = getattr(torch, kind)
+    return (
+        torch.frombuffer(bytearray(part), dtype=dtype).reshape(shape)
+        if part.nbytes
+        else torch.empty(shape, dtype=dtype)
+    )
+
+
+def _put(place: tuple[torch.nn.Module, str], value: torch.Tensor) -> None:
+    """Give the buffer at ``place`` the contents ``value``."""
+    layer, name = place
+    x = layer._buffers.get(name)
+    if x is not None and (x.dtype, x.shape) == (value.dtype, value.shape):
+        x.data.copy_(value)  # a graph that is kept may hold it
+    else:
+        device = next(iter(layer.parameters()), value).device if x is None else x.device
+        layer._buffers[name] = value.to(device)
 
 
 def _memory_of(x: torch.Tensor) -> np.ndarray:

@@ -202,6 +202,13 @@ def test_tensors_that_are_no_buffers_are_warned_of(cases, world):
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_buffers_that_come_late_and_differ_are_named(cases, world):
+    (message,), *others = [rank_facts["late buffers"] for rank_facts in cases(*world)[1]]
+    assert message.startswith("drawn: buffers that came to the model after ht.distribute, and differ between ranks;")
+    assert all(rank_facts == [] for rank_facts in others)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_caches_of_a_data_set_stay_each_ranks(cases, world):
     assert all(0 < rank_facts["own data"] < 60 for rank_facts in cases(*world)[1])
 

@@ -57,6 +57,17 @@ def plain_tensors():
     return [str(x.message) for x in caught if "register_buffer" in str(x.message)]
 
 
+def late_buffers():
+    """Buffers that come after ht.distribute: filled by each rank, and the same on all."""
+    model, optimizer = ht.distribute(model := mlp(), sgd(model))
+    model.register_buffer("drawn", torch.rand(2))
+    model.register_buffer("equal", torch.ones(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, optimizer)
+    return [str(x.message) for x in caught if "buffers that came" in str(x.message)]
+
+
 def slow():
     """What rank 0 tells where rank 1 takes 20 ms longer than the others, from step 20 on."""
     registry.slow_rank_report.cache_clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import hvd_train.torch as ht
 from tests.torch.cases.batches import in_parts
@@ -100,6 +101,22 @@ def buffers():
     return model
 
 
+def pruned():
+    """Masks that are drawn on each rank, in buffers that come to the model while it trains."""
+    model, optimizer = ht.distribute(model := mlp(), sgd(model))
+    for _ in range(2):
+        prune.random_unstructured(model[1], "weight", amount=0.3)
+        fit(model, optimizer)
+    return model
+
+
+def late_statistics():
+    """A layer with a running mean that comes to the model after ht.distribute."""
+    model, optimizer = ht.distribute(model := mlp(), sgd(model))
+    model.insert(0, nn.BatchNorm2d(1, affine=False).double())
+    return fit(model, optimizer)
+
+
 def norm_wide():
     """Statistics large enough to be compressed, which they never are."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4500), nn.BatchNorm1d(4500), nn.ReLU(), nn.Linear(4500, 10))
@@ -133,6 +150,8 @@ SAME_BITS = {
     "norm wide": norm_wide,
     "norm reset": norm_reset,
     "buffers": buffers,
+    "pruned": pruned,
+    "late statistics": late_statistics,
     "in stages": in_stages(),
     "in stages overlap": in_stages(overlap=True),
     "not compressed": compressed("none"),

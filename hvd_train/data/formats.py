@@ -243,6 +243,9 @@ def read_npy_folder(path: Path, choose: Choose) -> dict[str, Any]:
 
 # ---- HDF5
 
+# Attributes of netCDF by which the numbers that are stored stand for others. With the last one, -1 of a byte is 255.
+PACKED = ("scale_factor", "add_offset", "_Unsigned")
+
 
 class Hdf5Rows:
     """A dataset of an HDF5 file by rows, for several threads; each process opens the file for itself."""
@@ -290,7 +293,7 @@ def read_hdf5(path: Path, choose: Choose) -> dict[str, Any]:
                 item = file[name]
                 if isinstance(item, h5py.Dataset):
                     _check_size(path, name, item)
-                    if packed := [key for key in ("scale_factor", "add_offset") if key in item.attrs]:
+                    if packed := [key for key in PACKED if key in item.attrs]:
                         what = f"'{name}' has a {packed[0]}: its numbers are packed, as by netCDF"
                         raise DataError(what, where=str(path), fix="store the numbers that they stand for")
                     datasets[name] = Hdf5Rows(path, name, lock, item)

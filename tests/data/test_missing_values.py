@@ -102,6 +102,7 @@ def test_numbers_that_netcdf_says_stand_for_others(tmp_path):
         ("_FillValue", 7.0, "'x' holds 7.0, which stands for no value there"),
         ("missing_value", [7.0], "'x' holds 7.0, which stands for no value there"),
         ("scale_factor", 0.1, "'x' has a scale_factor: its numbers are packed"),
+        ("_Unsigned", "true", "'x' has a _Unsigned: its numbers are packed"),
     ):
         path = tmp_path / f"{key}.h5"
         with h5py.File(path, "w") as file:

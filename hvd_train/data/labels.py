@@ -62,7 +62,8 @@ def class_column(
     elif known.auto or values_of(names or ()) is not None:
         names, count, lookup = _listed_classes(labels, distinct, known, where, ignore)
     else:
-        count, remarks = _numbered_classes(title, labels, distinct, known, where, at_places=bool(shape))
+        ignored = ignore if masked else None
+        count, remarks = _numbered_classes(title, labels, distinct, known, where, bool(shape), ignored)
     if names and 0 <= ignore < len(names) and names[ignore] != str(ignore) and values_of(names) is not None:
         # Once numbered, the labels of that class could not be told from those that do not count.
         what = f"class {names[ignore]} gets the number {ignore}, which task.ignore_index takes for no label"
@@ -89,11 +90,11 @@ def _listed_classes(
 
 
 def _numbered_classes(
-    title: str, labels: Any, distinct: list[int], known: Classes, where: str, at_places: bool
+    title: str, labels: Any, distinct: list[int], known: Classes, where: str, at_places: bool, ignored: int | None
 ) -> tuple[int, tuple[str, ...]]:
     """Check labels that are numbers of classes already; return the count of classes, and remarks.
 
-    ``at_places``: a sample has a label at each of its places.
+    ``at_places``: a sample has a label at each of its places. ``ignored``: the label of those that do not count.
     """
     names, of_run = known.names or (), known.whose == "the run"
     if double := two_meanings(names, distinct):
@@ -106,8 +107,8 @@ def _numbered_classes(
         bound = f"[0, {count})" if count is not None else "0, 1, 2, ..."
         bad = low if low < 0 else high
         what = f"label {bad} of sample {_first(labels, bad)} is out of range: {bound} expected"
-        ignored = f"; task.ignore_index: {bad} leaves such places out" * (at_places and bad in (-1, NO_LABEL))
-        raise DataError(what, where=where, fix=f"mend the labels or data.num_classes{ignored}")
+        advice = f"; task.ignore_index: {bad} leaves such places out" * (at_places and bad in (-1, NO_LABEL))
+        raise DataError(what, where=where, fix=f"mend the labels or data.num_classes{advice}")
     # Labels at places are ids of a vocabulary, most of which a small text does not use.
     if count is None and high >= max(len(labels) + known.samples, MARKS if at_places else 0):
         what = f"labels up to {high:,} are {high + 1:,} classes, and there are {len(labels):,} samples"
@@ -117,7 +118,7 @@ def _numbered_classes(
         return count or high + 1, (by_number(title, names),) if names else ()
     if at_places:
         return count or high + 1, _remark_on_places(title, distinct) if count is None and not known.samples else ()
-    return count or high + 1, _remarks_on_classes(title, distinct, count or high + 1, known, where)
+    return count or high + 1, _remarks_on_classes(title, distinct, count or high + 1, known, where, ignored)
 
 
 def _remark_on_places(title: str, distinct: list[int]) -> tuple[str, ...]:
@@ -129,7 +130,9 @@ def _remark_on_places(title: str, distinct: list[int]) -> tuple[str, ...]:
     return (f"{what} (if it stands for places without a label, set task.ignore_index: {NO_LABEL})",)
 
 
-def _remarks_on_classes(title: str, distinct: list[int], count: int, known: Classes, where: str) -> tuple[str, ...]:
+def _remarks_on_classes(
+    title: str, distinct: list[int], count: int, known: Classes, where: str, ignored: int | None
+) -> tuple[str, ...]:
     """Return a remark on classes that only this part has, or that no sample has."""
     high = distinct[-1] if distinct else 0
     untrained = [value for value in distinct if value >= (known.trained or high + 1)]
@@ -137,7 +140,7 @@ def _remarks_on_classes(title: str, distinct: list[int], count: int, known: Clas
         verb = "occurs" if len(untrained) == 1 else "occur"
         what = f"{title} of {where}: {named('class', untrained)} {verb} only here"
         return (f"{what}, and no sample of the training part is one",)
-    missing = sorted(set(range(count)) - set(distinct)) if high < MARKS else []
+    missing = sorted(set(range(count)) - {*distinct, ignored}) if high < MARKS else []
     if missing and not known.samples:
         verb = "does" if len(missing) == 1 else "do"
         what = f"{title}: {named('class', missing)} {verb} not occur"

@@ -118,6 +118,7 @@ def test_a_class_that_gets_the_number_of_no_label_is_refused(classes):
     data = opened(labels - 1, -1, "auto")  # -1 is no number of a class
     assert data.train.fetch(np.arange(4))[1]["label"].tolist() == [-1, 0, 1, 2]
     assert opened(labels, 0).sample.labels["label"].classes == 4
+    assert not opened(labels, 0).remarks, "class 0 was said to occur nowhere, with the advice to number the others"
 
 
 def test_one_class_of_words_is_ignored_by_its_number():

@@ -120,7 +120,9 @@ def _as_setting(error: click.ClickException) -> str:
     from hvd_train.config import explain
 
     name = error.option_name.lstrip("-").replace("-", "_")
-    keys = sorted((key for key, *_ in explain() if f".{key}".endswith(f".{name}")), key=lambda key: key.count("."))
+    # --epochs means max_epochs, which is nearer to the top than swa.epochs.
+    ends = (f".{name}", f".max_{name}")
+    keys = sorted((key for key, *_ in explain() if f".{key}".endswith(ends)), key=lambda key: key.count("."))
     words = sys.argv[1:]
     given = next((word for word in words if word.partition("=")[0] == error.option_name), error.option_name)
     follows = words[words.index(given) + 1 :][:1] if given in words else []

@@ -22,6 +22,7 @@ from tests.cli.running import run
             ["fit", "--max_epochs", "3"],
             "No such option '--max_epochs'. Give --set max_epochs=3. See 'hvd-train fit --h",
         ),
+        (["fit", "-c", "job.yaml", "--epochs", "3"], "No such option '--epochs'. Give --set max_epochs=3. See"),
         (["find-lr", "--batch-size=8"], "No such option '--batch-size'. Give --set batch_size=8. See"),
         (["watch", "--lr", "3"], "No such option '--lr'."),
         (["fit", "--seed", "-1"], "-1 is not in the range x>=0"),

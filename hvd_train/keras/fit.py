@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -60,6 +61,9 @@ class DistributedFit:
         self.model, self.world, self.reduction, self.shard, self.seed = model, world, reduction, shard, seed
         self.optimizer, self.patches = optimizers_of(model)[0], patches
         self.draws, self.state = Draws(world), ModelState(model, world, reduction.ops)
+        # Rank 0's names: Keras numbers layers by how many a process made before, which may differ.
+        paths = json.loads(world.broadcast_bytes(json.dumps([v.path for v in model.variables]).encode()))
+        self._paths = {id(v): path for path, v in zip(paths, model.variables, strict=True)}
         self._probed = False  # whether the user's losses and metrics were classified
         self._steps, self._slow = 0, slow
         self.apart: ModelApart | None = None  # where ranks train apart
@@ -240,7 +244,8 @@ class DistributedFit:
         with self.apart.global_weights() if self.apart else nullcontext():
             # Two layers may have one name, and so two weights one path.
             for k, v in enumerate(self.model.trainable_variables):
-                sums[f"{v.path} (weight {k})" if v.path in sums else v.path] = checksum(keras.ops.convert_to_numpy(v))
+                path = self._paths.get(id(v), v.path)
+                sums[f"{path} (weight {k})" if path in sums else path] = checksum(keras.ops.convert_to_numpy(v))
         return sums
 
     def _settings(self) -> dict[str, str]:

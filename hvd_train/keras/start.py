@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -100,8 +101,15 @@ class Start:
 
 
 def _facts(model: Any, arguments: dict[str, Any]) -> dict[str, str]:
-    """Return {name: text} of everything that must be equal on all ranks."""
-    facts = {v.path: f"{tuple(v.shape)} {v.dtype}" for v in model.variables}
+    """Return {name: text} of everything that must be equal on all ranks.
+
+    Without Keras' numbers of layers, which differ where one rank has built another model before.
+    """
+    paths = [re.sub(r"_\d+(?=/)", "", v.path) for v in model.variables]
+    facts = {
+        f"weight {k}": f"{path} {tuple(v.shape)} {v.dtype}"
+        for k, (path, v) in enumerate(zip(paths, model.variables, strict=True))
+    }
     configs = [json.dumps(layers.comparable(x.get_config())) for x in optimizers_of(model)]
     kinds = [type(x).__name__ for x in optimizers_of(model)]
     config = {"optimizer": "; ".join(map(" ".join, zip(kinds, configs, strict=True)))}

@@ -895,18 +895,37 @@ TASK_MODELS = {"pytorch": "tests.own_models:pytorch_units", "tensorflow": "tests
 def test_a_task_is_the_same_in_both_frameworks_and_in_numpy(name):
     task, kind = TASKS[name]
     (first, one), (second, two) = (task_run(framework, task, kind) for framework in FRAMEWORKS)
+    (one, scores), (two, others) = (
+        zip(*(np.split(x, [first.task.length]) for x in rows), strict=True) for rows in (one, two)
+    )
     for a, b in zip(one, two, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    for a, b in zip(scores, others, strict=True):
+        np.testing.assert_allclose(*(counted(x, first.task.ranked) for x in (a, b)), rtol=1e-12, atol=1e-12)
     close(everything(first), everything(second), rtol=1e-11)
     assert first.task.results(sum(one)) == pytest.approx(second.task.results(sum(two)), rel=1e-11)
     *_, last = (x for x in task_batches(kind) if x.count == 6)
     logits = np.asarray(first.predict(first.to_device(last)))
-    sums = first.ops.to_numpy(first.evaluate_batch(first.to_device(last)))
+    row = first.ops.to_numpy(first.evaluate_batch(first.to_device(last)))
+    sums, scores = np.split(row, [first.task.length])
     plain = Task(first.config.task, first._sample, OPS["numpy"]())
     if plain.has_user_functions:
         plain.probe(logits[:2], {"label": last.labels["label"][:2]}, np.ones(2))
     labels = last.labels["label"].astype(np.float64 if kind != "classes" else np.int64)
     np.testing.assert_allclose(plain(logits, {"label": labels}, np.ones(6))[1], sums, rtol=1e-12, atol=1e-12)
+    wanted = plain.scores(logits, {"label": labels}, np.ones(6))[plain.length :]
+    # The batch is padded, and so are its scores: what does not count is marked 0.
+    np.testing.assert_allclose(*(counted(x, plain.ranked) for x in (scores, wanted)), rtol=1e-12, atol=1e-12)
+
+
+def counted(scores, ranked):
+    """The scores of an evaluation's batch and their marks, without places that do not count; a step has none."""
+    parts = []
+    for _ in ranked if len(scores) else ():
+        end = 1 + 2 * int(scores[0])
+        part, scores = scores[1:end].reshape(2, -1), scores[end:]
+        parts.append(part[:, part[1] > 0])
+    return np.concatenate(parts or [np.zeros((2, 0))], 1)
 
 
 def test_class_weights_give_pytorchs_mean_and_gradient(monkeypatch):

@@ -51,6 +51,7 @@ def test_numpy_trains_and_is_evaluated_by_the_command_line(tmp_path):
 
 def test_two_ranks_of_numpy_are_verified(monkeypatch, capfd):
     monkeypatch.setitem(FRAMEWORKS, "numpy", numpy_ranks.NUMPY)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where the ranks find this module
     assert verify(load_config(None, SETS), 2, 3, module=numpy_ranks.__name__) == 0
     out = capfd.readouterr().out
     assert "note: the model is in numpy alone: only the ranks are compared\n" in out

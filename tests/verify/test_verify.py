@@ -103,7 +103,8 @@ def test_delayed_gradients_are_those_of_one_rank(capfd):
     + [("tensorflow", "batch_norm_apart")]
     + [pytest.param("tensorflow", fault, marks=CORE) for fault in ("missing_allreduce", "first_weight")],
 )
-def test_a_planted_fault_is_named(capfd, framework, fault):
+def test_a_planted_fault_is_named(monkeypatch, capfd, framework, fault):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where the ranks find the module
     keys = {"model.name": OWN[framework], "sync_batchnorm": "true"} if fault == "batch_norm_apart" else {}
     assert verify(config(framework, **keys), 2, 3, module=f"tests.verify.faults.{fault}") == 1
     out, lines = verdict(capfd)

@@ -46,8 +46,11 @@ class BatchMean:
             _add(metric, values, self._reduction)
 
 
-def share_means(model: Any, reduction: Reduction, patches: Patches) -> None:
-    """Change the metrics of ``model`` that count batches, as soon as Keras has built them."""
+def share_means(model: Any, reduction: Reduction, patches: Patches, main: bool) -> None:
+    """Change the metrics of ``model`` that count batches, as soon as Keras has built them.
+
+    ``main``: this is rank 0, which warns of those that cannot be changed.
+    """
     losses, metrics = model._compile_loss, model._compile_metrics
 
     def put_losses() -> None:
@@ -58,6 +61,10 @@ def share_means(model: Any, reduction: Reduction, patches: Patches) -> None:
         for metric in metrics.metrics:
             if _is_function(metric):
                 patches.put(metric, "update_state", BatchMean(metric, reduction))
+            elif main and getattr(metric, "_fn_kwargs", {}).get("axis") == 0:
+                # Keras' correlations along the samples of a batch.
+                what = f"the metric {metric.name} with axis=0 compares the samples of a batch"
+                warnings.warn(f"{what}: each rank takes it over its own part of a batch", stacklevel=2)
 
     for tracker in _means(model):
         patches.put(tracker, "update_state", _of_batches(tracker, reduction))

@@ -73,7 +73,7 @@ class Start:
         count_samples(model, reduction, self.backend, patches)
         losses.share_losses(model, reduction, patches)
         if model.compiled:
-            metrics.share_means(model, reduction, patches)
+            metrics.share_means(model, reduction, patches, communicator.rank == 0)
         every = self.arguments["agreement_every_n_steps"]
         options: Any = dict(shard=self.arguments["shard"], seed=self.arguments["seed"], every=every, slow=self.slow())
         fit = DistributedFit(model, communicator, reduction, patches, **options)

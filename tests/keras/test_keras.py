@@ -261,6 +261,8 @@ def test_a_loss_that_cannot_be_joined_is_named(results):
             (line,) = first[f"own/{name}"]
             assert line.startswith(f"the loss {name} is neither a mean nor a sum over samples")
         assert not any(rank[f"own/{name}"].size for rank in (first, second) for name in ("own_mean", "own_sum"))
+        (line,) = first["own/correlation"]
+        assert line.startswith("the metric pearson_correlation with axis=0") and not second["own/correlation"].size
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])

@@ -90,7 +90,20 @@ def own_losses():
         results[f"own/{loss.__name__}"] = np.array(messages)
         if loss in (own_mean, own_sum):
             results |= {f"{loss.__name__}/{k}": v for k, v in trained(model, history).items()}
+    results["own/correlation"] = np.array(told_correlation())
     return results | {f"batches/{k}": v for k, v in own_batches().items()}
+
+
+def told_correlation():
+    """The warnings of a metric of Keras over the samples of a batch."""
+    model = network()
+    model.compile(SGD(0.02), "mse", metrics=["accuracy", keras.metrics.PearsonCorrelation(axis=0)])
+    hk.distribute(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        x, y = digits()
+        fit(model, x, keras.utils.to_categorical(y, 10), epochs=1)
+    return [str(w.message) for w in caught if "axis=0" in str(w.message)]
 
 
 def own_batches():

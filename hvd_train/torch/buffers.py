@@ -163,7 +163,7 @@ def _mark_of(x: torch.Tensor | None) -> tuple[int, int]:
     return id(x), 0 if x is None or x.is_inference() else x._version
 
 
-def _tensor_of(kind: str, shape: list[int], part: np.ndarray) -> torch.Tensor:
+def _tensor_of(kind: str, shape: list[int], part: memoryview) -> torch.Tensor:
     dtype = getattr(torch, kind)
     return (
         torch.frombuffer(bytearray(part), dtype=dtype).reshape(shape)

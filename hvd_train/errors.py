@@ -21,13 +21,24 @@ def printable(text: str, one_line: bool = False) -> str:
 
 
 STYLE = re.compile("\x1b\\[[0-9;]*m")  # colours, which Keras writes into messages
-KERAS_HEAD = "Exception encountered when calling "  # of Keras' messages; the reason comes below
+# Of Keras' messages; the reason stands between them.
+KERAS_HEAD, KERAS_END = "Exception encountered when calling ", "\n\nArguments received by "
+
+
+def _reasons(error: BaseException) -> list[str]:
+    text = STYLE.sub("", str(error)).partition(KERAS_END)[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return [line for line in lines if not line.startswith(KERAS_HEAD)] or [type(error).__name__]
 
 
 def reason(error: BaseException) -> str:
     """Return the line of an error's message that says what happened."""
-    lines = [line.strip() for line in STYLE.sub("", str(error)).splitlines() if line.strip()]
-    return next((line for line in lines if not line.startswith(KERAS_HEAD)), type(error).__name__)
+    return _reasons(error)[0]
+
+
+def whole_reason(error: BaseException) -> str:
+    """Return an error's message in one line, without what Keras writes around it."""
+    return " ".join(" ".join(_reasons(error)).split())
 
 
 def named_reason(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvd_train.checkpoint.resume_rules import check_tree
 from hvd_train.config import Config
-from hvd_train.errors import ConfigError
+from hvd_train.errors import ConfigError, reason
 from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.protocol import Sample, Tree
 
@@ -98,9 +98,8 @@ def onnx_packages(*names: str) -> list[Any]:
 
 def unfit_for(kind: str, name: str, error: BaseException) -> ConfigError:
     """Make the error for a model that the framework's exporter refuses, with the first line of its reason."""
-    reason = str(error).strip().splitlines()
     return ConfigError(
-        f"the model cannot be written as {kind}: {reason[0] if reason else type(error).__name__}",
+        f"the model cannot be written as {kind}: {reason(error)}",
         where=f"model.name: {name}",
         fix="mend the model, or take --to safetensors",
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_train.config.names import nearest
 from hvd_train.config.user_code import PASSED_FUNCTIONS, advice_for_misspelled, advice_for_passed, place_of, user_module
-from hvd_train.errors import ConfigError, reason
+from hvd_train.errors import ConfigError, reason, whole_reason
 from hvd_train.protocol import Build, Field, Sample, one_or_all
 
 
@@ -88,7 +88,7 @@ def build_model(
         fix = PRETRAINED if restores and isinstance(error, OSError) and "pretrained" not in parameters else ""
         fix = fix or VARIES * any(field.ragged for field in sample.inputs.values())
         fix = fix or NO_CLASSES * _wants_classes(sample, error) or IF_IMAGES * may_be_images(sample)
-        what = f"the model cannot be built: {' '.join(str(error).split())}"
+        what = f"the model cannot be built: {whole_reason(error)}"
         raise ConfigError(what, where=f"model.name: {name}", fix=fix) from error
 
 

@@ -11,7 +11,7 @@ import keras
 from keras.src.backend import compute_output_spec
 
 from hvd_train.core.agreement import agree, collectively
-from hvd_train.errors import ConfigError
+from hvd_train.errors import ConfigError, whole_reason
 from hvd_train.keras.data.leaves import BATCH, columns, first_batch, kind_of, packed, take
 from hvd_train.keras.patches import Patches, optimizers_of
 from hvd_train.protocol import Communicator
@@ -77,5 +77,5 @@ def _build(model: Any, call: dict[str, Any], where: str) -> None:
     try:
         compute_output_spec(model, keras.tree.map_structure(symbolic, inputs), training=False)
     except Exception as error:
-        what = f"the model cannot be built from a batch: {' '.join(str(error).split())}"
+        what = f"the model cannot be built from a batch: {whole_reason(error)}"
         raise ConfigError(what, where=where, fix=FIX) from error

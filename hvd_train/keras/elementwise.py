@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvd_train.errors import ConfigError
+from hvd_train.errors import ConfigError, whole_reason
 from hvd_train.keras.model_state import to_numpy
 from hvd_train.script.elementwise import SCALES, SHAPES, STEPS
 
@@ -30,7 +30,7 @@ def check_elementwise(optimizers: Sequence[Any], where: str) -> None:
         try:
             same = _same(optimizer)
         except Exception as error:
-            what = f"{kind} cannot be divided: a step on parts of tensors fails ({' '.join(str(error).split())})"
+            what = f"{kind} cannot be divided: a step on parts of tensors fails ({whole_reason(error)})"
             raise ConfigError(what, where=where, fix=FIX) from error
         if not same:
             what = f"{kind} cannot be divided: a step on parts of tensors is not that on the whole"

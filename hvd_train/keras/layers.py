@@ -19,7 +19,7 @@ import numpy as np
 from keras.src.layers.preprocessing.index_lookup import IndexLookup
 
 from hvd_train.core.agreement import agree, collectively
-from hvd_train.errors import ConfigError
+from hvd_train.errors import ConfigError, whole_reason
 from hvd_train.protocol import Communicator
 
 WHERE = "hk.distribute"
@@ -124,7 +124,7 @@ def _put(layer: Any, name: str, state: Any, where: str) -> None:
         else:
             layer.set_vocabulary(*state)
     except (ValueError, RuntimeError) as error:
-        what = f"{name} cannot take the state of rank 0: {' '.join(str(error).split())}"
+        what = f"{name} cannot take the state of rank 0: {whole_reason(error)}"
         raise ConfigError(what, where=where, fix=ADAPT_FIX) from error
 
 

@@ -119,6 +119,24 @@ def user_frames(error: BaseException | None) -> list[traceback.FrameSummary]:
     ]
 
 
+def failed_layer(error: BaseException) -> str:
+    """Return the layer of a user's torch model, made of torch's layers alone, that raised; "" if none did."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules: list[tuple[int, Any]] = [
+        (place, module)
+        for place, frame in enumerate(frames)
+        if frame.f_code.co_name == "forward" and hasattr(module := frame.f_locals.get("self"), "named_modules")
+    ]
+    if not modules:
+        return ""
+    (start, model), (_, layer) = modules[0], modules[-1]
+    if any(frame.f_code.co_filename.startswith(NOT_OF_USER) for frame in frames[start:]):
+        return ""  # a fault of ours
+    path = next((name for name, module in model.named_modules() if module is layer), "")
+    shown = repr(layer) if "\n" not in repr(layer) else type(layer).__name__
+    return f"in layer {path} of {type(model).__name__}: {shown}" if path else f"in {shown}"
+
+
 def user_place(error: BaseException | None) -> str:
     """Return ``file:line`` of the user's code that raised an error or, before it, its cause; "" if none did."""
     if error is None:

@@ -94,15 +94,18 @@ def end_at_once(error: TrainError) -> NoReturn:
 def _trace(error: BaseException, kept: str) -> list[str]:
     """Return the lines below an error that no check has caught: those of the user's code first, and what it was given.
 
-    ``kept``: the file with the whole traceback. It is printed too where there is none, or nothing of the user's in it.
+    Where no line is the user's: which layer of the model. ``kept``: the file with the whole traceback, which is printed
+    too where there is none, or nothing of the user's in it.
     """
-    from hvd_train.config.user_code import user_frames
+    from hvd_train.config.user_code import failed_layer, user_frames
 
     frames = user_frames(error)
     lines = [line.rstrip("\n") for line in traceback.format_list(frames)]
-    if frames:
+    if not frames and (layer := failed_layer(error)):
+        lines = [layer]
+    if lines:
         lines += [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
-    rest = f"the whole traceback: {kept}" if frames and kept else "".join(traceback.format_exception(error))
+    rest = f"the whole traceback: {kept}" if lines and kept else "".join(traceback.format_exception(error))
     return [printable(STYLE.sub("", line)).rstrip("\n") for line in (*lines, rest)]
 
 

@@ -73,6 +73,53 @@ def test_a_model_that_raises(keys, tmp_path, framework):
     assert "hvd_train/frontends" in "\n".join(_trace(caught.value, "")), "without a file all of it is printed"
 
 
+def without_frames_here(error: BaseException) -> BaseException:
+    """Take away the frames of pytest and of this file, which are a user's."""
+    while error.__traceback__.tb_frame.f_code.co_filename == __file__:
+        error.__traceback__ = error.__traceback__.tb_next
+    return error
+
+
+def test_a_layer_of_a_model_without_a_line_of_the_users(keys, tmp_path):
+    """Sixty lines of frames of click, hvd_train and torch were printed, none of which the user has written."""
+    text = """
+        from torch.nn import Linear, ReLU, Sequential
+
+        def model():
+            return Sequential(Linear(6, 8), ReLU(), Sequential(Linear(100, 3)))
+        """
+    written(tmp_path, "sizes", text)
+    with pytest.raises(RuntimeError) as caught:
+        model = {"name": "sizes:model"}
+        hvd_train.fit(keys | {"framework": "pytorch", "model": model}, data=((X, Y), (X, Y)))
+    error = without_frames_here(caught.value)
+    assert _trace(error, "FILE") == [
+        "in layer 2.0 of Sequential: Linear(in_features=100, out_features=3, bias=True)",
+        f"RuntimeError: {error}",
+        "the model sizes:model gets (6,) float32",
+        "the whole traceback: FILE",
+    ]
+    assert "torch/nn" in "\n".join(_trace(error, "")), "without a file all of it is printed"
+
+
+def test_keras_reason_without_what_it_writes_around_it(keys, tmp_path):
+    """Codes of bold letters were printed, and <class 'inspect._empty'> among the arguments of Keras' function."""
+    text = """
+        from keras import Input, Model, layers
+
+        def model():
+            x = Input((6,))
+            return Model(x, layers.Dense(3)(layers.Reshape((100,))(x)))
+        """
+    path = written(tmp_path, "reshaped", text)
+    with pytest.raises(ConfigError) as caught:
+        model = {"name": "reshaped:model"}
+        hvd_train.fit(keys | {"framework": "tensorflow", "model": model}, data=((X, Y), (X, Y)))
+    reason = "The total size of the tensor must be unchanged. Received: input_shape=(6,), target_shape=(100,)"
+    line = f"error: the model cannot be built: {reason}; model.name: reshaped:model; {path}:6"
+    assert _lines(caught.value) == [line]
+
+
 def test_an_error_of_ours_keeps_its_traceback():
     try:
         hvd_train.errors.amount(None, 3)

@@ -57,7 +57,10 @@ def user_module(name: str, where: str, kind: type[TrainError] = ConfigError) -> 
         missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         if missing and not fix:
             what = f"there is no module '{module}'"
-            fix = f"it was looked for in {', then in '.join(_places())}; start there where it lies, or set code_dir"
+            fix = (
+                advice_for_hidden(module)
+                or f"it was looked for in {', then in '.join(_places())}; start there where it lies, or set code_dir"
+            )
         raise kind(what, where=where, fix=fix) from error
     finally:
         if preferred in sys.meta_path:
@@ -86,11 +89,13 @@ class ModulesOf:
 
 
 def _find(name: str, path: Sequence[str]) -> list[ModuleSpec]:
-    """Find a module and the packages around it, outermost first, without running any of it. [] if one is missing, or
-    the standard library has the first name."""
+    """Find a module and the packages around it; [] also where the standard library has the first name."""
+    return [] if name.partition(".")[0] in sys.stdlib_module_names else _specs(name, path)
+
+
+def _specs(name: str, path: Sequence[str]) -> list[ModuleSpec]:
+    """Find a module and the packages around it, outermost first, without running any of it; [] if one is missing."""
     specs: list[ModuleSpec] = []
-    if name.partition(".")[0] in sys.stdlib_module_names:
-        return specs
     for part in name.split("."):
         # The part's own name: for a full one the packages around it would have to be imported.
         spec = PathFinder.find_spec(part, path)
@@ -166,8 +171,26 @@ def user_function(name: str, where: str, kind: type[TrainError] = ConfigError) -
     try:
         return getattr(module, function)
     except AttributeError as error:
-        fix = advice_for_passed(name, where) or advice_for_misspelled(module, function)
-        raise kind(f"{place_of(module, name)} has no function '{function}'", where=where, fix=fix) from error
+        raise no_function(module, name, function, where, kind) from error
+
+
+def no_function(
+    module: ModuleType, name: str, function: str, where: str, kind: type[TrainError] = ConfigError
+) -> TrainError:
+    """Make the error for a module, that of ``name``, without this function."""
+    fix = advice_for_passed(name, where) or advice_for_hidden(name) or advice_for_misspelled(module, function)
+    return kind(f"{place_of(module, name)} has no function '{function}'", where=where, fix=fix)
+
+
+def advice_for_hidden(name: str) -> str:
+    """Return what to do where the user has a module of this name, and so has Python itself, whose is taken; or ""."""
+    module = name.partition(":")[0]
+    top = module.partition(".")[0]
+    mine = _specs(module, _places()) if top in sys.stdlib_module_names else []
+    if not mine or not mine[-1].origin:  # a folder without files of Python is no module
+        return ""
+    yours = mine[0].origin if len(mine) == 1 else next(iter(mine[0].submodule_search_locations or []))
+    return f"Python itself has a module '{top}', which is taken instead of yours: rename {yours}"
 
 
 def advice_for_misspelled(module: ModuleType, name: str) -> str:

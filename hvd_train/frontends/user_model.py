@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from hvd_train.config.names import nearest
-from hvd_train.config.user_code import PASSED_FUNCTIONS, advice_for_misspelled, advice_for_passed, place_of, user_module
+from hvd_train.config.user_code import PASSED_FUNCTIONS, no_function, user_module
 from hvd_train.errors import ConfigError, reason, whole_reason
 from hvd_train.protocol import Build, Field, Sample, one_or_all
 
@@ -36,9 +36,7 @@ def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, 
             raise ConfigError(f"there is no model '{name}'", where=where, fix=fix) from None
     build = PASSED_FUNCTIONS.get(name) or getattr(module, function or "build", None)
     if not callable(build):
-        what = f"{place_of(module, name)} has no function '{function or 'build'}'"
-        fix = advice_for_passed(name, where) or advice_for_misspelled(module, function or "build")
-        raise ConfigError(what, where=where, fix=fix)
+        raise no_function(module, name, function or "build", where)
     parameters = inspect.signature(build).parameters
     known = [p for p in parameters if p not in ("input_shape", "num_classes", "image", "max_length", "vocabulary_size")]
     unknown = [o for o in options if o not in parameters]

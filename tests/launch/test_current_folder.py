@@ -13,6 +13,7 @@ import hvd_train
 from hvd_train.config import user_code
 from hvd_train.config.user_code import source_of, user_function, user_module
 from hvd_train.errors import ConfigError
+from hvd_train.frontends.user_model import find_model
 from hvd_train.launch.launchers.installed import python
 from tests.limits import SECONDS
 
@@ -135,3 +136,20 @@ def test_two_modules_of_one_name(folder):
     with pytest.raises(ConfigError, match=rf"two modules 'tokenizers': {folder}/tokenizers/__init__.py and .*rename"):
         user_function("tokenizers:f", "model.name")
     assert user_function("random:random", "x")() < 1  # the standard library's, as everywhere
+
+
+@pytest.mark.parametrize(("name", "yours"), [("random:network", "random.py"), ("code.own:network", "code")])
+def test_a_module_that_one_of_python_hides(folder, name, yours):
+    """It said that Python's own ``random.py`` has no such function, and did not look like the user's fault."""
+    (folder / "code").mkdir()
+    (folder / "code" / "own.py").write_text("def network(): return 1\n")
+    for find in (lambda: user_function(name, "data.name"), lambda: find_model("pt_models", name, {})):
+        with pytest.raises(
+            ConfigError,
+            match=rf"Python itself has a module '.*, which is taken instead of yours: rename {folder}/{yours}$",
+        ):
+            find()
+    with pytest.raises(ConfigError, match=r"did you mean 'shuffle'") as caught:
+        (folder / "random.py").unlink()
+        user_function("random:shufle", "data.name")
+    assert "Python itself" not in str(caught.value)

@@ -39,6 +39,7 @@ class RunFacts:
     order: str = ""  # what the order of samples depends on
     reading: dict[str, Any] = field(default_factory=dict)  # see comparable.reading
     best: str = "none"  # the monitor of checkpoint.save_top_k
+    global_batch: int = 0
 
     @classmethod
     def of(
@@ -71,6 +72,7 @@ class RunFacts:
             order=f"seed {config.seed}, sampling {config.data.sampling}, lengths {config.data.lengths}",
             reading=reading(config, data, ranks),
             best=config.checkpoint.monitor if config.checkpoint.save_top_k else "none",
+            global_batch=config.global_batch(config.replicas(ranks)),
         )
 
     @property
@@ -192,6 +194,17 @@ def _round_sums(r: Resumption) -> str:
     return f"exchange.compression: {name} now rounds the sum over ranks as well; its residuals take up the rest"
 
 
+def _tell_batch(r: Resumption) -> str:
+    """Tell of another global batch, which follows from ``batch_size`` on other ranks: nobody has asked for it."""
+    before, now = r.before, r.now
+    if before.global_batch == now.global_batch or (before.ranks, before.stages) == (now.ranks, now.stages):
+        return ""
+    old, new = (f"{f.global_batch} on {f.ranks} rank{'s' * (f.ranks != 1)}" for f in (before, now))
+    keep = f"--set batch_size=null --set global_batch_size={before.global_batch}"
+    keys = "--allow-change batch_size --allow-change global_batch_size"
+    return f"the global batch is {new}, and was {old} (to keep it: {keep} {keys})"
+
+
 @dataclass(frozen=True)
 class Rule:
     """A row of the table. ``allowed``: what the user must give; ``follows``: what the training then does otherwise."""
@@ -215,6 +228,7 @@ RULES = (
     Rule("training data, or their order", "--allow-change KEY", "a begun epoch begins anew", _begin_epoch_anew),
     Rule("task", "--allow-change task", "sums of the begun epoch are dropped", _drop_sums),
     Rule("ranks, pipeline stages, devices of a rank", "nothing", "what each rank kept to itself is left behind"),
+    Rule("ranks, with batch_size", "nothing", "the global batch is another one", _tell_batch),
     Rule("framework, exchange", "--allow-change KEY", "what each rank kept to itself is left behind"),
     Rule("a GPU or a CPU, with a compression", "nothing", "residuals of images' models are left behind"),
     Rule("bf16 or int8 of an earlier version", "nothing", "residuals go on, and take up the rest of sums", _round_sums),

@@ -154,6 +154,24 @@ def test_a_line_tells_that_sums_are_rounded_from_now_on(before, now, line):
         assert why_left_behind(*facts, same_shapes=True) == "", "the residuals go on"
 
 
+@pytest.mark.parametrize(
+    ("key", "ranks", "line"),
+    [
+        ("batch_size=32", 1, "the global batch is 32 on 1 rank, and was 64 on 2 ranks (to keep it: --set batch_size="),
+        ("batch_size=32", 2, ""),
+        ("global_batch_size=64", 1, ""),
+    ],
+)
+def test_a_line_tells_of_another_global_batch(key, ranks, line):
+    """It was halved on half of the ranks, at the same learning rate, without a word."""
+    before, now = (RunFacts.of(load_config(None, [key]), "pytorch", "none", DATA, n) for n in (2, ranks))
+    r = Resumption(copy.deepcopy(BEGUN), before, now, 100, sums=2, loss_scale=1.0)
+    notes = [note for note in carry_over(r) if "global batch" in note]
+    assert len(notes) == bool(line) and "".join(notes).startswith(line)
+    larger = replace(before, global_batch=128)  # --allow-change batch_size
+    assert not any("global batch" in x for x in carry_over(replace(r, now=larger)))
+
+
 def test_state_of_a_rank_stays_with_what_made_it():
     assert why_left_behind(FACTS, FACTS, same_shapes=True) == ""
     assert why_left_behind(replace(FACTS, compression=None), FACTS, same_shapes=True) == "", "an older checkpoint"

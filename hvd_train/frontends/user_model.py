@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
+from hvd_train.config import Config, TaskConfig
 from hvd_train.config.names import nearest
 from hvd_train.config.user_code import PASSED_FUNCTIONS, no_function, user_module
 from hvd_train.errors import ConfigError, reason, whole_reason
@@ -53,23 +54,24 @@ PRETRAINED = (
 
 def build_model(
     zoo: str,
-    name: str,
-    options: Mapping[str, Any],
+    config: Config,
     sample: Sample,
     shape_of: Callable[[Field], tuple[int | None, ...]] = lambda field: field.model_shape,
-    restores: bool = False,
 ) -> tuple[Any, ModuleType, dict[str, Any]]:
     """(model, its module, what its build function got: options, and of the two others what it has parameters for).
 
-    ``shape_of``: the shape in which the framework gets a field. ``restores``: all weights come from a checkpoint, so a
-    function that loads pretrained ones is called with ``pretrained=False`` if it has this parameter. A build function
-    that refuses its arguments is the configuration's fault.
+    ``shape_of``: the shape in which the framework gets a field. Where all weights come from a checkpoint, a function
+    that loads pretrained ones is called with ``pretrained=False`` if it has this parameter. A build function that
+    refuses its arguments is the configuration's fault.
     """
+    name, options, restores = config.model.name, config.model.options, config.restores
     build, module = find_model(zoo, name, options)
     parameters = inspect.signature(build).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     shapes = one_or_all({name: shape_of(field) for name, field in sample.inputs.items()})
     facts = {"input_shape": shapes, "num_classes": sample.num_classes}
+    if ":" not in name and _are_numbers(sample, config.task):
+        facts["num_classes"] = 1
     if limits := {field.shape[0] for field in sample.inputs.values() if field.ragged}:
         facts["max_length"] = max(limits)
     if sizes := {field.classes for field in sample.inputs.values() if field.classes}:
@@ -88,6 +90,15 @@ def build_model(
         fix = fix or NO_CLASSES * _wants_classes(sample, error) or IF_IMAGES * may_be_images(sample)
         what = f"the model cannot be built: {whole_reason(error)}"
         raise ConfigError(what, where=f"model.name: {name}", fix=fix) from error
+
+
+def _are_numbers(sample: Sample, task: TaskConfig) -> bool:
+    """Return whether the loss takes the number of a class for a number, of which a model of the zoo gives one."""
+    labels = [(field, task.term(name)[0]) for name, field in sample.labels.items()]
+    # Not at places: there ``num_classes`` is also the size of a vocabulary.
+    return len(labels) == 1 and all(
+        field.classes and not field.shape and loss != "cross_entropy" and ":" not in loss for field, loss in labels
+    )
 
 
 def _order(module: ModuleType, parameters: Collection[str], name: str, sample: Sample) -> dict[str, bool]:

@@ -301,3 +301,13 @@ def test_keras_saves_and_loads_the_models(name):
 def test_models_that_cannot_be_built(framework, model, shape, what):
     with pytest.raises(ConfigError, match=what):
         opened(framework, model, shape, 3)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("loss", "outputs"), [("mse", 1), ("mae", 1), ("huber", 1), ("bce", 1), ("cross_entropy", 3)])
+def test_classes_are_numbers_for_a_loss_of_numbers(framework, loss, outputs):
+    """Folders of words with ``data.classes`` ended with "outputs of shape (32, 3) for labels of shape (32,)"."""
+    for model in ({"name": "cnn", "hidden": 4}, {"name": "mlp", "hidden": [4]}):
+        frontend = opened(framework, model, (28, 28, 1), 3, task={"loss": loss})
+        shapes = [spec.shape for spec in frontend.specs()]
+        assert shapes.count((outputs,)) == 1, shapes  # the last layer's offsets

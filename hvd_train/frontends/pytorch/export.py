@@ -23,11 +23,10 @@ def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, d
 
     All lie on the CPU.
     """
-    name, fields = trained.config.model.name, trained.sample.inputs
+    fields = trained.sample.inputs
     # Samples whose length varies are padded to the limit in an exported model.
     sizes = {k: field.shape if field.ragged else native_shape(field) for k, field in fields.items()}
-    options, restores = trained.config.model.options, trained.config.restores
-    model, module, arguments = build_model(PYTORCH.zoo, name, options, trained.sample, native_shape, restores)
+    model, module, arguments = build_model(PYTORCH.zoo, trained.config, trained.sample, native_shape)
     model = joined(model).to("cpu", getattr(torch, dtype)).eval()
     kinds = trained.inputs(dtype)
     example = {k: torch.zeros(2, *shape, dtype=getattr(torch, kinds[k])) for k, shape in sizes.items()}

@@ -55,8 +55,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         self._tensor_of = cache(partial(torch.tensor, device=self.device))
         torch.manual_seed(config.seed)
         self._seed = seeder(self.device)
-        options = dict(config.model.options)
-        model, module, _ = build_model(PYTORCH.zoo, config.model.name, options, sample, native_shape, config.restores)
+        model, module, _ = build_model(PYTORCH.zoo, config, sample, native_shape)
         self._module, self._channels_last = module, False
         self.model = model = self._on_devices(joined(model))
         # Before batch normalization is prepared: a lazy one becomes another class.

@@ -25,9 +25,7 @@ def _model(trained: Trained, dtype: str) -> tuple[keras.Model, set[str], dict[st
     keras.utils.clear_session()
     keras.config.set_floatx(dtype)
     keras.config.set_dtype_policy(dtype)
-    model, module, _ = build_model(
-        TENSORFLOW.zoo, name, trained.config.model.options, sample, restores=trained.config.restores
-    )
+    model, module, _ = build_model(TENSORFLOW.zoo, trained.config, sample)
     model = joined(model)
     zeros = {k: np.zeros((2, *field.shape), kinds[k]) for k, field in sample.inputs.items()}
     if not model.built and list(kinds.values()) == [dtype]:

@@ -63,13 +63,12 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         keras.config.set_floatx(self.dtype)
         keras.config.set_dtype_policy(MIXED.get(config.precision, self.dtype))
         keras.utils.set_random_seed(config.seed)
-        options = dict(config.model.options)
         with tf.device(self._device):
             # A variable, of which no graph makes a constant: see ``_ready``.
             self._one = tf.Variable(1.0, trainable=False)
         # Where there are several devices, none needs to have room for all of the model.
         with tf.device(self._device if len(self._devices) == 1 else "/CPU:0"):
-            model, module, _ = build_model(TENSORFLOW.zoo, config.model.name, options, sample, restores=config.restores)
+            model, module, _ = build_model(TENSORFLOW.zoo, config, sample)
             self.model, self._module = joined(model), module
             self._try_forward()
         if not self.model.trainable_variables:

@@ -195,7 +195,7 @@ def _round_sums(r: Resumption) -> str:
 
 
 def _tell_batch(r: Resumption) -> str:
-    """Tell of another global batch, which follows from ``batch_size`` on other ranks: nobody has asked for it."""
+    """Tell that the global batch is another one, because ``batch_size`` is per rank and the number of ranks differs."""
     before, now = r.before, r.now
     if before.global_batch == now.global_batch or (before.ranks, before.stages) == (now.ranks, now.stages):
         return ""

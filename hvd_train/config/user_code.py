@@ -183,7 +183,7 @@ def no_function(
 
 
 def advice_for_hidden(name: str) -> str:
-    """Return what to do where the user has a module of this name, and so has Python itself, whose is taken; or ""."""
+    """Return the advice to rename the user's module if Python itself has one of this name; else ""."""
     module = name.partition(":")[0]
     top = module.partition(".")[0]
     mine = _specs(module, _places()) if top in sys.stdlib_module_names else []

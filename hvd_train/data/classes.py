@@ -36,7 +36,7 @@ def named(noun: str, names: Sequence[Any]) -> str:
 
 
 def all_names(names: Sequence[str] | None, count: int) -> list[str]:
-    """Return a name for each of ``count`` classes: its number where ``names`` has none, as beyond its end."""
+    """Return a name for each of ``count`` classes. A class that ``names`` lacks is called by its number."""
     return [*map(str, names or ()), *map(str, range(len(names or ()), count))]
 
 

@@ -21,7 +21,7 @@ OF_NUMBERS = ("mse", "mae", "huber")
 
 
 def check_order(names: Sequence[str], loss: str, where: str) -> None:
-    """Refuse words that nobody has put in order for a loss of numbers; two are 0 and 1, whichever is which."""
+    """Refuse class names without an order for a loss of numbers. Two names need none: they become 0 and 1."""
     if loss in OF_NUMBERS and len(names) > 2:
         what = f"{named('class', names)} have no order that task.loss: {loss} could learn"
         fix = "list them in the order of 0, 1, 2, ...: data.classes; or call them by numbers, or set another task.loss"

@@ -93,7 +93,7 @@ def build_model(
 
 
 def _are_numbers(sample: Sample, task: TaskConfig) -> bool:
-    """Return whether the loss takes the number of a class for a number, of which a model of the zoo gives one."""
+    """Return whether the loss reads class labels as numbers, so that a built-in model needs a single output."""
     labels = [(field, task.term(name)[0]) for name, field in sample.labels.items()]
     # Not at places: there ``num_classes`` is also the size of a vocabulary.
     return len(labels) == 1 and all(

@@ -55,7 +55,7 @@ def names_of(job: Job, option: str = "--confusion") -> list[str]:
 
 
 def label_of(job: Job, option: str = "--confusion") -> tuple[Field, int]:
-    """Return the only label, and how many classes it has; raises ConfigError, naming ``option``, if there is none.
+    """Return the only label and its number of classes. Raises ConfigError, which names ``option``, if there is none.
 
     Labels of images are classes whatever the loss is. A loss of distances takes them for numbers all the same.
     """

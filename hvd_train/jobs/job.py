@@ -89,7 +89,7 @@ def opened_job(
 
 @contextmanager
 def noting_inputs(config: Config, sample: Sample) -> Iterator[None]:
-    """Write under an error that no check has caught, of the user's code mostly, which model gets what."""
+    """Below an error that no check has caught, write which model was given which inputs."""
     try:
         yield
     except TrainError:

@@ -83,7 +83,7 @@ def exit_with_error(error: BaseException) -> None:
 
 
 def end_at_once(error: TrainError) -> NoReturn:
-    """Print an error and end this process from any thread, where its main one may never come back."""
+    """Print an error and end this process. Any thread may call it, as the main one may hang."""
     _report_error(error, str(error))
     print_error(str(error), _lines(error), error.exit_code)
     if listener := current_listener():

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def text_of(value: Any) -> str:
-    """Return a text of an option of an optimizer, the same in each process."""
+    """Describe an optimizer's option as text that is the same in each process."""
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(text_of, value)))}}}"
     if isinstance(value, list | tuple):
@@ -20,6 +20,6 @@ def text_of(value: Any) -> str:
 
 
 def rate_of(group: Mapping[str, Any]) -> str:
-    """Return a text of a group's learning rate, which Adafactor may choose itself: then it is None."""
+    """Describe a group's learning rate as text. It is None where the optimizer chooses it (Adafactor)."""
     rate = group.get("lr")
     return "none" if rate is None else str(float(rate))

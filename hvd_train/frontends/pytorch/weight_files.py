@@ -13,7 +13,7 @@ DEEPEST = 3  # dictionaries in dictionaries: {"model": {"state_dict": ...}}
 
 
 def _state_dictionaries(path: Path) -> dict[str, dict[str, np.ndarray]]:
-    """Return {place in the file: {name: array}} of all state dictionaries; '' is the file itself."""
+    """Return the file's state dictionaries as {key in the file: {name: array}}; the top level has the key ''."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:

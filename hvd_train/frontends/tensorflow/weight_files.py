@@ -242,7 +242,7 @@ def paths_here(
 
 
 def _numbers(names: Collection[str], classes: set[str]) -> dict[str, set[int]]:
-    """Return {what Keras numbers: its numbers} of all layers in these paths."""
+    """Return {layer name without its number: the numbers found} for all layers in these paths."""
     numbers: dict[str, set[int]] = defaultdict(set)
     for name in names:
         for part in name.split(".")[:-1]:

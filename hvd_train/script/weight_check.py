@@ -99,7 +99,7 @@ def summed(where: str, communicator: Communicator) -> None:
         return
     local = digests()
     message = json.dumps({str(number): digest for number, digest in local.items()}).encode()
-    everyone = [json.loads(part) for part in communicator.allgather_bytes(message, "weights")]
+    everyone = [json.loads(part) for part in communicator.allgather_bytes(message, f"{where}.weights")]
     for number in local:
         # A model that is gone on a rank is not compared: when Python frees one is chance.
         values = {digests.get(str(number)) for digests in everyone}

@@ -27,9 +27,8 @@ def test_a_flipped_bit_ends_the_job_and_is_named(tmp_path, framework, launcher, 
     sets = [f"framework={framework}", "agreement_every_n_steps=5", "checkpoint.every_n_steps=5", "tensorboard=false"]
     arguments = ["fit", "-c", str(config), "--run-dir", str(tmp_path), *(w for s in sets for w in ("--set", s))]
     line = command(size, launcher, arguments, "tests.ranks.flipped")
-    job = subprocess.run(
-        line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    env = environment() | {"PYTHONPATH": str(ROOT)}  # before other packages: one of them brings a "tests" too
+    job = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
     others = "rank 0" if size == 2 else "ranks 0, 1"
     told = (
         f"error[rank {size - 1}]: the weights of rank {size - 1} differ from those of {others}, first in fc2.kernel; "

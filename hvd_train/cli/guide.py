@@ -12,10 +12,10 @@ from hvd_train.errors import ConfigError
 
 PAGES = Path(hvd_train.__file__).parent / "guide"
 ORDER = (
-    "first-run", "model-and-data", "images", "tables", "lengths", "learning-rate", "fine-tuning", "own-loss",
-    "resume", "results", "verify", "sweep", "packing", "recipes", "python-api", "own-script", "pytorch-script",
-    "keras-script", "migrate", "clusters", "hosts", "slurm", "containers", "parallel", "performance", "errors",
-    "measurements", "glossary", "how-it-is-built", "extending",
+    "first-run", "model-and-data", "images", "tables", "lengths", "own-loss", "optimizers", "learning-rate",
+    "fine-tuning", "resume", "results", "verify", "sweep", "packing", "recipes", "python-api", "own-script",
+    "pytorch-script", "keras-script", "migrate", "clusters", "hosts", "slurm", "containers", "parallel",
+    "performance", "errors", "measurements", "glossary", "how-it-is-built", "extending",
 )  # fmt: skip
 
 MOST, SHOWN = 8, 80  # pages that a search lists, and letters of a line of each

@@ -278,6 +278,10 @@ def test_links_lead_somewhere(page):
     folder = ROOT if page == "README" else guide.PAGES
     for target in LINK.findall(PAGES[page]):
         assert target.startswith("https://") or (folder / target).exists(), target
+    for target, heading in re.findall(r"\]\(([\w/.-]*)#([\w-]+)\)", PAGES[page]):
+        linked = (folder / target).read_text() if target else PAGES[page]
+        headings = re.findall(r"^##+ (.*)$", linked, re.MULTILINE)
+        assert heading in {re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in headings}, (target, heading)
 
 
 # What the blocks of a page build on.

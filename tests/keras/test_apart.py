@@ -142,8 +142,8 @@ def test_a_mistake_is_one_line(worlds, world):
 
 def test_the_guides_example(tmp_path):
     """As shown, on two ranks."""
-    page = Path(ROOT / "hvd_train" / "guide" / "keras-script.md").read_text()
-    (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if 'mode="outer"' in block]
+    page, call = (ROOT / "hvd_train" / "guide" / "own-script.md").read_text(), 'hk.distribute(model, mode="outer"'
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if call in block]
     (tmp_path / "train.py").write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{block}")
     run = launch(2, "mpirun", [str(tmp_path / "train.py")])
     assert run.returncode == 0 and re.fullmatch(r"accuracy 0\.[89]\d+\n", run.stdout), run.stdout + run.stderr[-3000:]

@@ -135,9 +135,9 @@ def test_a_mistake_is_one_line(worlds, size):
 
 def test_the_guides_example(tmp_path):
     """As shown, on two ranks."""
-    page = Path(ROOT / "hvd_train" / "guide" / "pytorch-script.md").read_text()
-    (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if 'mode="outer"' in block]
+    page, call = (ROOT / "hvd_train" / "guide" / "own-script.md").read_text(), 'optimizer, mode="outer"'
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if call in block]
     (tmp_path / "train.py").write_text(block)
     run = launch(2, "mpirun", [str(tmp_path / "train.py")], tmp_path)
     assert run.returncode == 0 and re.fullmatch(r"accuracy 0\.[89]\d+\n", run.stdout), run.stdout + run.stderr[-3000:]
-    assert (tmp_path / "state.safetensors").exists()
+    assert (tmp_path / "outer.safetensors").exists()

@@ -136,10 +136,10 @@ def test_a_rank_that_is_killed(tmp_path):
 
 def test_the_guides_example(tmp_path):
     """As shown, on two ranks."""
-    page = (ROOT / "hvd_train" / "guide" / "pytorch-script.md").read_text()
-    (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "sharded=True" in block]
+    page, call = (ROOT / "hvd_train" / "guide" / "own-script.md").read_text(), "optimizer, sharded=True"
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if call in block]
     (tmp_path / "train.py").write_text(block)
     run = launch(2, "mpirun", ["train.py"], tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert re.fullmatch(r"slots of this rank: (\d+) of \d+ entries\n", run.stdout), run.stdout
-    assert (tmp_path / "state.safetensors").exists()
+    assert re.fullmatch(r"optimizer state of this rank: (\d+) of \d+ numbers\n", run.stdout), run.stdout
+    assert (tmp_path / "sharded.safetensors").exists()

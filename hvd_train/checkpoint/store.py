@@ -43,7 +43,7 @@ STALE = re.compile(r"step-[0-9]+\.(tmp|old)-[0-9a-f]+$")
 class Snapshot:
     """The whole state of a training at a step.
 
-    ``model``: weights and running statistics by canonical names (protocol.FrontEnd.state); ``optimizer``: the update's
+    ``model``: weights and running statistics by canonical names (protocol.Model.state); ``optimizer``: the update's
     replicated and joined entries; ``local``: what each rank has of its own; ``meta``: JSON.
     """
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from hvd_train import errors
 from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, TrainError, name_ranks
-from hvd_train.protocol import Communicator, FrontEnd
+from hvd_train.protocol import Communicator, Model
 
 T = TypeVar("T")
 EARLY = (2, 10)  # steps: a difference from the first one on is reported at once
@@ -34,11 +34,11 @@ def agree(communicator: Communicator, facts: Mapping[str, str], name: str = "agr
         raise ConfigError("\n".join(["the ranks differ, so training would hang or be wrong:", *rows]), common=True)
 
 
-def agree_on_start(model: str, frontend: FrontEnd, facts: Mapping[str, str]) -> None:
+def agree_on_start(name: str, model: Model, facts: Mapping[str, str]) -> None:
     """Compare model, data, configuration and versions before the first collective that could hang."""
-    specs = json.dumps([(s.name, s.shape, s.dtype) for s in frontend.specs()])
+    specs = json.dumps([(s.name, s.shape, s.dtype) for s in model.specs()])
     digest = hashlib.sha256(specs.encode()).hexdigest()[:12]
-    agree(frontend.groups.world, {**facts, "model": f"{model}, {len(frontend.specs())} tensors, {digest}"})
+    agree(model.groups.world, {**facts, "model": f"{name}, {len(model.specs())} tensors, {digest}"})
 
 
 def collectively(communicator: Communicator, work: Callable[[], T]) -> T:

@@ -9,24 +9,24 @@ import numpy as np
 
 from hvd_train.core.mean import ordered_sum
 from hvd_train.metrics.ranking import Ranking
-from hvd_train.protocol import Batch, FrontEnd
+from hvd_train.protocol import Batch, Evaluable
 
 
 def evaluate(
-    frontend: FrontEnd, batches: Generator[Batch, None, None], between: Callable[[], None] = lambda: None
+    model: Evaluable, batches: Generator[Batch, None, None], between: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
     """Return the task's results over every sample of the batches of all ranks, once each.
 
     ``between`` is called after each batch, on all ranks alike.
     """
     # Each rank has gathered running statistics for itself: all evaluate one model.
-    frontend.average_statistics()
-    task, ranks = frontend.task, frontend.groups.sums
+    model.average_statistics()
+    task, ranks = model.task, model.groups.sums
     sums, rankings = np.zeros(task.length), {k: Ranking(labels) for k, labels in task.ranked.items()}
     with closing(batches):
         for batch in batches:
             if batch.count:
-                row = frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(batch)))
+                row = model.ops.to_numpy(model.evaluate_batch(model.to_device(batch)))
                 sums += row[: task.length]
                 task.rank(row[task.length :], rankings)
             between()

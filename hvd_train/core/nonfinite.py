@@ -10,7 +10,7 @@ from hvd_train.checkpoint.manifest import Progress
 from hvd_train.core.agreement import NONFINITE_FIX
 from hvd_train.core.precision import next_scale
 from hvd_train.errors import NonFiniteError
-from hvd_train.protocol import FrontEnd, Tree
+from hvd_train.protocol import RunningStatistics, Tree
 from hvd_train.run_folder.log import NullLog, RunLog
 
 MOST_IN_A_ROW = 10  # steps left out, or times gone back to one checkpoint: more is no accident
@@ -19,14 +19,14 @@ MOST_IN_A_ROW = 10  # steps left out, or times gone back to one checkpoint: more
 class Skips:
     """Leave out steps, on all ranks together; ``scaled``: in 16 bits, where ``rescale`` reports them."""
 
-    def __init__(self, frontend: FrontEnd, log: RunLog | NullLog, scaled: bool) -> None:
-        self._frontend, self._log, self._scaled = frontend, log, scaled
+    def __init__(self, model: RunningStatistics, log: RunLog | NullLog, scaled: bool) -> None:
+        self._model, self._log, self._scaled = model, log, scaled
         self._kept: Tree = {}
         self._in_a_row = 0
 
     def begin(self) -> None:
         """Keep what a step changes even where it is left out. Called before the step."""
-        self._kept = self._frontend.running_statistics()
+        self._kept = self._model.running_statistics()
 
     def left_out(self, p: Progress, finite: bool, sums: list[Any]) -> bool:
         """Return whether the step was left out and undone. ``sums``: this rank's, of each micro-batch."""
@@ -34,9 +34,9 @@ class Skips:
             self._in_a_row = 0
             return False
         # Weights and slots were not touched. The forward pass has moved the running statistics, perhaps to NaN.
-        self._frontend.restore_statistics(self._kept)
-        finite_sums = all(np.isfinite(self._frontend.ops.to_numpy(x)).all() for x in sums)
-        parts = self._frontend.groups.world.allgather_bytes(bytes([finite_sums]), "finite")
+        self._model.load(self._kept)
+        finite_sums = all(np.isfinite(self._model.ops.to_numpy(x)).all() for x in sums)
+        parts = self._model.groups.world.allgather_bytes(bytes([finite_sums]), "finite")
         ranks = [rank for rank, part in enumerate(parts) if not part[0]]
         what = f"the training loss of rank {', '.join(map(str, ranks))} is" if ranks else "a gradient is"
         # Overflows alone are the search for a loss scale, which ends by itself.

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from hvd_train.checkpoint.arrays import pack, unpack, weights_sha256
-from hvd_train.protocol import FrontEnd, Tree
+from hvd_train.protocol import Groups, Model, Tree
 
 
-def of_other_stages(frontend: FrontEnd, read: Callable[[], Tree], has: Mapping[str, object] = {}) -> Tree:
+def of_other_stages(groups: Groups, read: Callable[[], Tree], has: Mapping[str, object] = {}) -> Tree:
     """Return, on rank 0, what ``read`` gives on the other stages of its replica and is not in ``has``; {} elsewhere.
 
     All ranks call it. Replicas are equal, so one of them is read.
     """
-    groups = frontend.groups
     if groups.links is None or groups.world.rank >= groups.links.size:
         return {}
     others: Tree = {}
@@ -24,10 +23,10 @@ def of_other_stages(frontend: FrontEnd, read: Callable[[], Tree], has: Mapping[s
     return others
 
 
-def model_sha256(frontend: FrontEnd) -> str:
+def model_sha256(model: Model) -> str:
     """Return the hash of the whole model's weights and running statistics, equal on all ranks; all call it."""
-    local = frontend.state()
-    if frontend.groups.links is None:
+    local, groups = model.state(), model.groups
+    if groups.links is None:
         return weights_sha256(local)
-    whole = local | of_other_stages(frontend, lambda: local, local)
-    return frontend.groups.world.broadcast_bytes(weights_sha256(whole).encode()).decode()
+    whole = local | of_other_stages(groups, lambda: local, local)
+    return groups.world.broadcast_bytes(weights_sha256(whole).encode()).decode()

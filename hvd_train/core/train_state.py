@@ -67,7 +67,7 @@ def save(
     # Joining shards is a collective, so all ranks do it before rank 0 looks at what it has.
     entries = training.update.state()
     shards = join_shards(entries, communicator)
-    shards |= of_other_stages(training.frontend, lambda: training_state(training.frontend, training.update))
+    shards |= of_other_stages(training.groups, lambda: training_state(training.frontend, training.update))
     snapshot, outcome = None, ""
     if communicator.rank == 0:
         try:
@@ -93,7 +93,7 @@ def _gather_local(training: Training, keep: bool) -> list[Tree]:
     frontend.average_statistics()
     after = frontend.running_statistics() if several else {}
     # Averaging changes later averages in their last bits: an interrupted run goes on with what each rank had.
-    averages = frontend.canonical({k: x for k, x in before.items() if x.tobytes() != after[k].tobytes()})
+    averages = {k: x for k, x in before.items() if x.tobytes() != after[k].tobytes()}
     parts, local = communicator.gather_bytes(pack(averages | _local(training))), []
     while parts:  # no two copies of all of it
         local.append(unpack(parts.pop(0)))
@@ -222,7 +222,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
             notes.append(f"what each rank kept to itself ({', '.join(saved['kept'])}) is left behind: {reason}")
 
     here = partial(training_state, training.frontend, training.update)
-    others = of_other_stages(training.frontend, here) if saved else {}
+    others = of_other_stages(training.groups, here) if saved else {}
     # From the start: rank 0's weights, of each stage those of its first rank; slots are zeros everywhere.
     source = groups.data if groups.links and not saved else communicator
 
@@ -256,7 +256,7 @@ def _keep_warmup(training: Training, as_given: list[Any]) -> None:
 def _check_averages(training: Training, averages: Tree) -> None:
     """Refuse running statistics of this rank that the model does not have."""
     # ``load`` leaves out what it does not know: the run would go on with others, without a word.
-    here = training.frontend.canonical(training.frontend.running_statistics())
+    here = training.frontend.running_statistics()
     unknown = [key for key, x in sorted(averages.items()) if key not in here or here[key].shape != x.shape]
     if unknown:
         what = "the checkpoint has statistics of a rank, which this model has not"

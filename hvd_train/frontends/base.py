@@ -30,7 +30,7 @@ from hvd_train.task.task import Task
 
 
 def started_at_once(start: Callable[..., Any], finish: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
-    """Return what ``FrontEnd.in_background`` does, where a transfer that is started blocks nobody."""
+    """Return what ``Parameters.in_background`` does, where a transfer that is started blocks nobody."""
     return lambda *tensors: partial(finish, start(*tensors))
 
 
@@ -167,14 +167,12 @@ class StateTree(NamedArrays):
         """
         kept = self.running_statistics()
         figures = self._measure_error(placed, scale, seed)
-        self.restore_statistics(kept)
+        self.load(kept)
         return figures
 
     def running_statistics(self) -> Tree:
-        return self._arrays([key for key in self._keys() if key.startswith("statistics/")])
-
-    def restore_statistics(self, kept: Tree) -> None:
-        self._assign(kept)
+        native = self._arrays({key for key in self._keys() if key.startswith("statistics/")})
+        return dict(self._canonical(key, x) for key, x in native.items())
 
     def begin_statistics(self) -> bool:
         return False
@@ -184,9 +182,6 @@ class StateTree(NamedArrays):
 
     def take_statistics(self) -> None:
         raise NotImplementedError
-
-    def canonical(self, native: Tree) -> Tree:
-        return dict(self._canonical(key, array) for key, array in native.items())
 
     def to_canonical(self, name: str, stored: np.ndarray) -> np.ndarray:
         return self._layout(name).to_canonical(self._native(stored))
@@ -217,14 +212,9 @@ class StateTree(NamedArrays):
             layout = self.layouts[native]
             yield native, layout.from_canonical(first_weight(layout.name, layout.shape, seed))
 
-    def average(self, names: Sequence[str] | None = None) -> None:
-        """Average the weights of these canonical names over the ranks, in place, or all weights and statistics."""
-        keys = []
-        for key in self._keys():
-            _, layout = self._split(key)
-            if names is None or (layout and layout.name in names):
-                keys.append(key)
-        self._average(keys)
+    def average(self, names: Collection[str]) -> None:
+        weights = {f"weights/{native}" for native, layout in self.layouts.items() if layout.name in names}
+        self._average([key for key in self._keys() if key in weights])
 
     def average_statistics(self) -> None:
         """Make running statistics equal on all ranks."""

@@ -12,7 +12,7 @@ from hvd_train.core.training import Training
 from hvd_train.errors import ConfigError, amount
 from hvd_train.frontends.serial import Serial
 from hvd_train.jobs.job import Job
-from hvd_train.protocol import Communicator, Compressor, FrontEnd, Placement, Update
+from hvd_train.protocol import Communicator, Compressor, Model, Placement, Update
 from hvd_train.run_folder.terminal import say
 from hvd_train.update import auto, make_update
 from hvd_train.update.clip import Clip
@@ -120,8 +120,8 @@ def unfreeze(job: Job, trainer: Training, user_hooks: bool) -> None:
     trainer.log.message(f"epoch {progress.epoch + 1}: {count} of {len(groups.rules)} are trained from here on")
 
 
-def _bucket_names(frontend: FrontEnd, update: Update) -> list[tuple[str, ...]]:
-    specs = frontend.specs()
+def _bucket_names(model: Model, update: Update) -> list[tuple[str, ...]]:
+    specs = model.specs()
     return [tuple(specs[i].name for i in members) for members in update.buckets]
 
 

@@ -22,7 +22,7 @@ from hvd_train.data.dataset import DataSet
 from hvd_train.errors import CheckpointError, ConfigError, amount
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs.resume import saved_vocabulary
-from hvd_train.protocol import Field, FrontEnd, Sample, Tree
+from hvd_train.protocol import Field, Sample, Tree, WeightNames
 from hvd_train.update.parameter_groups import matches
 
 SHOWN = 20  # rows of the table of each kind
@@ -57,7 +57,7 @@ class Initialization:
     kept: dict[str, str] = field(default_factory=dict)
 
 
-def initialize(config: Config, frontend: FrontEnd, data: DataSet) -> list[str]:
+def initialize(config: Config, model: WeightNames, data: DataSet) -> list[str]:
     """Give this rank's model the weights of ``model.init_from``; return lines that say what was taken, left and why.
 
     They also say where numbers of classes, columns or tokens mean other things in ``data`` than in the file's run. Rank
@@ -69,11 +69,11 @@ def initialize(config: Config, frontend: FrontEnd, data: DataSet) -> list[str]:
     path = Path(options.path).expanduser()
     files = _read(path, config, where)
     canonical = files[0].canonical
-    state, aliases = frontend.state(), frontend.aliases(canonical)
+    state, aliases = model.state(), model.aliases(canonical)
     ranked = []
     for file in files:
         _check_origin(config, file, where)
-        file.here = frontend.names_here(
+        file.here = model.names_here(
             None if canonical else path, file.arrays, lambda name: _given(name, options.rename) is not None, where
         )
         fits = len(_fitting(file, aliases, state, options.rename))
@@ -87,7 +87,7 @@ def initialize(config: Config, frontend: FrontEnd, data: DataSet) -> list[str]:
         what = f"nothing of the file fits the model: it has {there}; the model has {here}"
         fix = advice.replace(" more", "") or "give model.init_from.rename, or another file"
         raise ConfigError(" ".join(what.split()), where=where, fix=fix)
-    frontend.load(done.loaded)
+    model.load(done.loaded)
     table = _table(done, " of ".join(part for part in (file.place, options.path) if part))
     table += [f"  note: {advice}"] * bool(advice)
     if others := [one.place or "the file itself" for key, one in ranked if key[0] == fits and one is not file]:

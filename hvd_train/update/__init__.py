@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from hvd_train.config import ExchangeConfig
 from hvd_train.config.modes import ALLREDUCE, MODES
-from hvd_train.protocol import Communicator, Exchange, FrontEnd, Update
+from hvd_train.protocol import Communicator, Exchange, Parameters, Update
 from hvd_train.update.replicated import Replicated
 
 
 def make_update(
     options: ExchangeConfig,
-    frontend: FrontEnd,
+    frontend: Parameters,
     build: Callable[[Communicator], Exchange],
     alone: Communicator,
 ) -> Update:

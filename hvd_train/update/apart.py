@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from hvd_train.protocol import Entry, Exchange, FrontEnd, Placement, Tree
+from hvd_train.protocol import Entry, Exchange, Parameters, Placement, Tree
 from hvd_train.update.replicated import Replicated
 from hvd_train.update.state import weight_names, weights
 
@@ -23,7 +23,7 @@ class Apart(Replicated, ABC):
     common weights and rank 0's slots for a run that goes on with another number of ranks.
     """
 
-    def __init__(self, frontend: FrontEnd, exchange: Exchange) -> None:
+    def __init__(self, frontend: Parameters, exchange: Exchange) -> None:
         super().__init__(frontend, exchange, local_gradients=True)
         self.diverged = False
         self._local: Tree = {}  # this rank's weights, while the model has the common ones

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_train.protocol import Entry, FrontEnd, Placement, Tensor
+from hvd_train.protocol import Entry, Model, Placement, Tensor
 
 
 class Number(NamedTuple):
@@ -27,7 +27,7 @@ class Average(ABC):
 
     def __init__(
         self,
-        frontend: FrontEnd,
+        frontend: Model,
         optimizer: Any,
         here: Callable[[int], Sequence[Tensor]],
         first: Callable[[], Sequence[Tensor]],

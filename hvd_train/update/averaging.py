@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
-from hvd_train.protocol import TensorSpec
+from hvd_train.protocol import Parameters, Replica, TensorSpec
 from hvd_train.update.apart import Apart
+
+
+class AveragedParameters(Parameters, Replica, Protocol):
+    """Parameters whose averages over the ranks this update takes."""
 
 
 class Averaging(Apart):
@@ -14,6 +19,8 @@ class Averaging(Apart):
 
     What the training stands for is the mean of the ranks' weights.
     """
+
+    frontend: AveragedParameters
 
     @abstractmethod
     def due(self, specs: Sequence[TensorSpec], step: int) -> Sequence[str]:

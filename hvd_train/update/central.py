@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hvd_train.protocol import Exchange, FrontEnd, Placement
+from hvd_train.protocol import Exchange, Parameters, Placement
 from hvd_train.update.apart import Apart
 from hvd_train.update.state import weight_names
 
@@ -21,7 +21,7 @@ class Central(Apart):
 
     lockstep = False
 
-    def __init__(self, frontend: FrontEnd, exchange: Exchange) -> None:
+    def __init__(self, frontend: Parameters, exchange: Exchange) -> None:
         super().__init__(frontend, exchange)
         specs, self._ranks = frontend.specs(), frontend.groups.data
         self._ends = np.cumsum([0, *(spec.size for spec in specs)])

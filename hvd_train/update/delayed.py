@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.protocol import UNDER_WAY, Cell, Entry, Exchange, FrontEnd, Placement, State, Tensor
+from hvd_train.protocol import UNDER_WAY, Cell, Entry, Exchange, Parameters, Placement, State, Tensor
 from hvd_train.update.flat_state import FlatState
 from hvd_train.update.replicated import Replicated
 
@@ -36,7 +36,7 @@ class Delayed(Replicated):
     compensation: a run goes on with them on another number of ranks and in the other framework.
     """
 
-    def __init__(self, frontend: FrontEnd, exchange: Exchange, delay: int, compensation: float) -> None:
+    def __init__(self, frontend: Parameters, exchange: Exchange, delay: int, compensation: float) -> None:
         self.delay, self.compensation = delay, compensation
         super().__init__(frontend, exchange)
         ops, specs = frontend.ops, frontend.specs()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_train.protocol import Exchange, FrontEnd
+from hvd_train.protocol import Exchange, Parameters
 from hvd_train.update.central import Central
 
 
@@ -15,7 +15,7 @@ class Elastic(Central):
     and the centre stays as it is. The centre is spread over the ranks.
     """
 
-    def __init__(self, frontend: FrontEnd, exchange: Exchange, steps: int, pull: float) -> None:
+    def __init__(self, frontend: Parameters, exchange: Exchange, steps: int, pull: float) -> None:
         super().__init__(frontend, exchange)
         self.steps, self._alpha = steps, pull / self._ranks.size
         first = [rank for rank, _ in self._places].index(self._ranks.rank) if self._holds_part() else 0

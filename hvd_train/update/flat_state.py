@@ -7,7 +7,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from hvd_train.protocol import Cell, Entry, FrontEnd, Placement, Tensor, TensorSpec, Tree
+from hvd_train.protocol import Cell, Entry, Model, Placement, Tensor, TensorSpec, Tree
 
 
 class FlatState:
@@ -16,7 +16,7 @@ class FlatState:
     ``buckets``: indices into the front-end's specs. A tensor's entry is called ``prefix`` and its canonical name.
     """
 
-    def __init__(self, frontend: FrontEnd, buckets: Iterable[Sequence[int]]) -> None:
+    def __init__(self, frontend: Model, buckets: Iterable[Sequence[int]]) -> None:
         self._frontend, specs = frontend, frontend.specs()
         self._places: list[list[tuple[TensorSpec, slice]]] = []
         for members in buckets:

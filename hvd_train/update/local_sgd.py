@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvd_train.protocol import Exchange, FrontEnd, TensorSpec
+from hvd_train.protocol import Exchange, Parameters, TensorSpec
 from hvd_train.update.averaging import Averaging
 
 
 class LocalSGD(Averaging):
-    def __init__(self, frontend: FrontEnd, exchange: Exchange, steps: int) -> None:
+    def __init__(self, frontend: Parameters, exchange: Exchange, steps: int) -> None:
         super().__init__(frontend, exchange)
         self.steps = steps
 

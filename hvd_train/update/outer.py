@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from hvd_train.errors import ConfigError
-from hvd_train.protocol import OF_EXCHANGE, Communicator, Entry, Exchange, FrontEnd, Placement, Tensor
+from hvd_train.protocol import OF_EXCHANGE, Communicator, Entry, Exchange, Parameters, Placement, Tensor
 from hvd_train.update.apart import Apart
 from hvd_train.update.flat_state import FlatState
 
@@ -33,7 +33,7 @@ class Outer(Apart):
 
     def __init__(
         self,
-        frontend: FrontEnd,
+        frontend: Parameters,
         exchange: Exchange,
         alone: Communicator,
         steps: int,
@@ -60,7 +60,7 @@ class Outer(Apart):
         self._combine_all = frontend.compiled(self._combine)
         self.interval = steps  # steps between two joins, of any part of the weights
 
-    def _divide(self, frontend: FrontEnd) -> Sequence[Collection[int]]:
+    def _divide(self, frontend: Parameters) -> Sequence[Collection[int]]:
         """Return the parts of the weights that join at a time, as indices into the specs."""
         return [range(len(frontend.specs()))]
 

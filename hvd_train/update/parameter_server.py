@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hvd_train.protocol import Exchange, FrontEnd, Placement
+from hvd_train.protocol import Exchange, Parameters, Placement
 from hvd_train.update.central import Central
 
 
@@ -17,7 +17,7 @@ class ParameterServer(Central):
     change is stale by the number of changes of other ranks since the weights were taken for which it was computed.
     """
 
-    def __init__(self, frontend: FrontEnd, exchange: Exchange) -> None:
+    def __init__(self, frontend: Parameters, exchange: Exchange) -> None:
         super().__init__(frontend, exchange)
         first = self._ranks.rank == 0
         self._pulled = self._flat.copy()  # the weights that this rank's next step begins with

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvd_train.protocol import Exchange, FrontEnd, TensorSpec
+from hvd_train.protocol import Exchange, Parameters, TensorSpec
 from hvd_train.update.averaging import Averaging
 
 
@@ -22,7 +22,7 @@ def parts(specs: Sequence[TensorSpec], fraction: float) -> list[list[str]]:
 
 
 class Partial(Averaging):
-    def __init__(self, frontend: FrontEnd, exchange: Exchange, fraction: float) -> None:
+    def __init__(self, frontend: Parameters, exchange: Exchange, fraction: float) -> None:
         super().__init__(frontend, exchange)
         self.fraction = fraction
 

@@ -14,8 +14,8 @@ from hvd_train.protocol import (
     Cell,
     Entry,
     Exchange,
-    FrontEnd,
     Optimizer,
+    Parameters,
     Placement,
     State,
     Tensor,
@@ -46,7 +46,7 @@ class Replicated:
     delay = 0
     lockstep = True
 
-    def __init__(self, frontend: FrontEnd, exchange: Exchange, local_gradients: bool = False) -> None:
+    def __init__(self, frontend: Parameters, exchange: Exchange, local_gradients: bool = False) -> None:
         self.frontend, self.exchange, self.local_gradients = frontend, exchange, local_gradients
         self.optimizer = cast(Optimizer, frontend.connect(self))
         self._residuals = self._cells(exchange)
@@ -129,7 +129,7 @@ class Replicated:
         """Give the model the running statistics that belong to its weights, where these were kept."""
         if self._statistics:
             here = self.frontend.running_statistics()
-            self.frontend.restore_statistics(self._statistics)
+            self.frontend.load(self._statistics)
             self._statistics = here
 
     def end_epoch(self, epoch: int, epochs: int) -> None:
@@ -254,8 +254,7 @@ class Replicated:
         if not self._averages.ready:
             return self._flat_entries(MEAN, self._averages.global_weights)
         entries = self._flat_entries(TRAINING, lambda: self._training or self._moved_weights())
-        statistics = self.frontend.canonical(self._statistics) if self._training else {}
-        for key, x in statistics.items():
+        for key, x in (self._statistics if self._training else {}).items():
             name = STATISTICS + key.removeprefix("statistics/")
             entries.append(Entry(name, Placement.REPLICATED, lambda x=x: x))  # type: ignore[misc]
         return entries

@@ -21,10 +21,11 @@ import numpy as np
 from hvd_train.compression.two_phase import TwoPhase
 from hvd_train.protocol import (
     Entry,
-    FrontEnd,
     Handle,
     HostMemory,
     HostSums,
+    Model,
+    Parameters,
     Placement,
     Rounds,
     ShardedOptimizer,
@@ -190,7 +191,7 @@ class ShardedExchange(Exchange):
 class Sharded(Replicated):
     """Each rank moves its part of the weights; a checkpoint joins the parts of the slots to whole ones."""
 
-    def __init__(self, frontend: FrontEnd, exchange: ShardedExchange, share_memory: bool = True) -> None:
+    def __init__(self, frontend: Parameters, exchange: ShardedExchange, share_memory: bool = True) -> None:
         self._parts, self.host = exchange, frontend.host_memory() if share_memory else None
         if self.host:
             exchange.share(self.host)
@@ -284,5 +285,5 @@ class Sharded(Replicated):
         return entries
 
 
-def _canonical(frontend: FrontEnd, spec: TensorSpec, stored: np.ndarray) -> np.ndarray:
+def _canonical(frontend: Model, spec: TensorSpec, stored: np.ndarray) -> np.ndarray:
     return frontend.to_canonical(spec.name, stored.reshape(spec.shape))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.protocol import Communicator, Entry, FrontEnd, Placement, Tensor, Tree, Update
+from hvd_train.protocol import Communicator, Entry, Model, Placement, Tensor, Tree, Update
 
 
 def read(entries: Iterable[Entry], placement: Placement, into: Tree | None = None) -> Tree:
@@ -40,18 +40,18 @@ def is_residual(name: str) -> bool:
     return name.partition("/")[0].isdigit()
 
 
-def weight_names(frontend: FrontEnd) -> list[str]:
+def weight_names(frontend: Model) -> list[str]:
     """Return the names that a front-end's state has for its trainable weights, in the order of ``specs``."""
     return [f"weights/{spec.name}" for spec in frontend.specs()]
 
 
-def weights(frontend: FrontEnd) -> Tree:
+def weights(frontend: Model) -> Tree:
     """Copy the trainable weights of this rank's model."""
     state = frontend.state()
     return {name: state[name] for name in weight_names(frontend)}
 
 
-def training_state(frontend: FrontEnd, update: Update, into: Tree | None = None) -> Tree:
+def training_state(frontend: Model, update: Update, into: Tree | None = None) -> Tree:
     """Copy what a training is, but for what differs between ranks: weights, running statistics and slots."""
     return frontend.state(into) | read(update.state(), Placement.REPLICATED, into)
 

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from hvd_train.errors import ConfigError
-from hvd_train.protocol import OF_EXCHANGE, Communicator, Entry, Exchange, FrontEnd, Placement, Tensor, Tree
+from hvd_train.protocol import OF_EXCHANGE, Communicator, Entry, Exchange, Parameters, Placement, Tensor, Tree
 from hvd_train.update.outer import Outer
 
 PART = f"{OF_EXCHANGE}part_under_way/"
@@ -30,7 +30,7 @@ class Streaming(Outer):
 
     def __init__(
         self,
-        frontend: FrontEnd,
+        frontend: Parameters,
         exchange: Exchange,
         alone: Communicator,
         steps: int,
@@ -54,7 +54,7 @@ class Streaming(Outer):
         self._part: tuple[int, Callable[[], Sequence[Tensor]]] | None = None
         self._parts_received: Tree = {}  # from a checkpoint
 
-    def _divide(self, frontend: FrontEnd) -> Sequence[Collection[int]]:
+    def _divide(self, frontend: Parameters) -> Sequence[Collection[int]]:
         """Give each tensor to the fragment with the fewest entries, the largest tensor first."""
         specs = frontend.specs()
         if self.fragments > len(specs):

@@ -43,9 +43,9 @@ class Recorder(Hook):
     @staticmethod
     def _state(trainer: Training) -> Tree:
         """Weights and slots; those of a sharded optimizer, on rank 0 alone, are joined."""
-        shards = join_shards(trainer.update.state(), trainer.frontend.groups.world)
+        shards = join_shards(trainer.update.state(), trainer.groups.world)
         here = training_state(trainer.frontend, trainer.update) | shards
-        return here | of_other_stages(trainer.frontend, lambda: here, here)
+        return here | of_other_stages(trainer.groups, lambda: here, here)
 
     def on_step(self, trainer: Training, info: StepInfo) -> None:
         sums = np.sum([trainer.frontend.ops.to_numpy(sums) for sums in info.local_sums], axis=0)

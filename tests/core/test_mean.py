@@ -103,7 +103,8 @@ def test_a_front_end_leaves_alone_what_is_equal(size):
         frontend = NumpyFrontEnd(communicator, 2, 3)
         frontend.w = {name: x.copy() for name, x in weights.items()}
         frontend.statistic = np.array([np.finfo(np.float64).min])
-        frontend.average()
+        frontend.average(weights)
+        frontend.average_statistics()
         lowest = frontend.statistic
         frontend.statistic = np.array([float(communicator.rank)])
         frontend.average_statistics()

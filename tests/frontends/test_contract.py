@@ -317,7 +317,7 @@ def test_compressor_state_is_this_ranks_own_and_comes_back(framework):
 def test_averaging_over_one_rank_changes_nothing(framework):
     frontend = stepped(opened(framework), [batch()])
     before = everything(frontend)
-    frontend.average()
+    frontend.average([spec.name for spec in frontend.specs()])
     frontend.average_statistics()
     assert same(everything(frontend), before)
 

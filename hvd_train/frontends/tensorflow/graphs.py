@@ -84,7 +84,7 @@ def in_thread(function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
 
 
 def transfer_in_thread(start: Callable[..., Any], finish: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
-    """Return what ``FrontEnd.in_background`` does."""
+    """Return what ``Parameters.in_background`` does."""
     return in_thread(graph(lambda *tensors: finish(start(*tensors))))
 
 

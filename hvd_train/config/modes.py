@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Row:
+class ModeSpec:
     """An update: the value of ``exchange.mode``.
 
     ``made_by``: the file in ``hvd_train/update``, and the class in it. ``options``: the keys of ``exchange`` that are
@@ -17,6 +17,11 @@ class Row:
     exchange over all ranks. ``compression``: whether what travels may be compressed. ``lockstep``: all ranks take each
     step together; else none waits for another within an epoch, which needs MPI. ``sums``: whether the changes of all
     ranks are added up and not averaged: N ranks move the weights N times as far. ``note``: for whoever chose it.
+
+    ``interval``: the option with the steps between two joins of the ranks. ``result``: whether evaluations and the
+    result have the weights of the last join alone, "all" of them or "parts" at a time; "": they have all steps.
+    ``scripts``: the options that ``ht.distribute`` and ``hk.distribute`` take; None: they refuse the mode. The class of
+    such a mode is derived from ``Outer``.
     """
 
     made_by: str
@@ -28,6 +33,9 @@ class Row:
     lockstep: bool = True
     sums: bool = False
     note: str = ""
+    interval: str = ""
+    result: Literal["", "all", "parts"] = ""
+    scripts: tuple[str, ...] | None = None
 
     @property
     def update_class(self) -> Any:
@@ -37,15 +45,35 @@ class Row:
 
 
 ALLREDUCE = "allreduce"  # gradients travel, and all ranks move their weights alike
-_OUTER = ("outer_steps", "outer_lr", "outer_momentum", "outer_start")
+# What a script takes of them; it has no exchange for the gradients of the first steps.
+_IN_SCRIPTS = ("outer_steps", "outer_lr", "outer_momentum")
+_OUTER = (*_IN_SCRIPTS, "outer_start")
+_STREAM = ("fragments", "stream_delay", "mix")
 DOES_NOT_SCALE = "all weights travel to and from rank 0 in each step of each rank, so more ranks are hardly faster"
 MODES = {
-    ALLREDUCE: Row("replicated:Replicated", gradients=True, exact=True, compression=True),
-    "delayed": Row("delayed:Delayed", ("delay", "compensation"), gradients=True, exact=True, compression=True),
-    "partial": Row("partial:Partial", ("partial_fraction",)),
-    "local_sgd": Row("local_sgd:LocalSGD", ("local_steps",)),
-    "outer": Row("outer:Outer", (*_OUTER, "outer_feedback"), deltas=True, compression=True),
-    "streaming": Row("streaming:Streaming", (*_OUTER, "fragments", "stream_delay", "mix"), deltas=True),
-    "async": Row("elastic:Elastic", ("async_steps", "async_pull"), lockstep=False),
-    "parameter_server": Row("parameter_server:ParameterServer", lockstep=False, sums=True, note=DOES_NOT_SCALE),
+    ALLREDUCE: ModeSpec("replicated:Replicated", gradients=True, exact=True, compression=True, scripts=()),
+    "delayed": ModeSpec("delayed:Delayed", ("delay", "compensation"), gradients=True, exact=True, compression=True),
+    "partial": ModeSpec("partial:Partial", ("partial_fraction",)),
+    "local_sgd": ModeSpec("local_sgd:LocalSGD", ("local_steps",), interval="local_steps"),
+    "outer": ModeSpec(
+        "outer:Outer",
+        (*_OUTER, "outer_feedback"),
+        deltas=True,
+        compression=True,
+        interval="outer_steps",
+        result="all",
+        scripts=(*_IN_SCRIPTS, "outer_feedback"),
+    ),
+    "streaming": ModeSpec(
+        "streaming:Streaming",
+        (*_OUTER, *_STREAM),
+        deltas=True,
+        interval="outer_steps",
+        result="parts",
+        scripts=(*_IN_SCRIPTS, *_STREAM),
+    ),
+    "async": ModeSpec(
+        "elastic:Elastic", ("async_steps", "async_pull"), lockstep=False, interval="async_steps", result="parts"
+    ),
+    "parameter_server": ModeSpec("parameter_server:ParameterServer", lockstep=False, sums=True, note=DOES_NOT_SCALE),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
@@ -50,9 +50,13 @@ def explain(section: type[BaseModel] = Config, prefix: str = "") -> list[tuple[s
             rows += explain(kind, f"{prefix}{name}.")
             continue
         default = "null" if field.default is None else json.dumps(field.default)
-        names = next((kind.words() for kind in field.metadata if isinstance(kind, OneOf)), "")
-        rows.append((prefix + name, names or _words(field.annotation), default, field.description or ""))
+        words = _names(field.metadata) or _words(field.annotation)
+        rows.append((prefix + name, words, default, field.description or ""))
     return rows
+
+
+def _names(metadata: Iterable[Any]) -> str:
+    return next((one.words() for one in metadata if isinstance(one, OneOf)), "")
 
 
 def _words(annotation: Any) -> str:
@@ -60,7 +64,7 @@ def _words(annotation: Any) -> str:
     if origin is Literal:
         return "|".join(str(a) for a in args)
     if origin is Annotated:
-        return _words(args[0])
+        return _names(args[1:]) or _words(args[0])
     if args and origin in (list, dict):
         return f"{origin.__name__} of {_words(args[-1])}"
     if args:

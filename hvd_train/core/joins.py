@@ -13,24 +13,23 @@ def notes(config: Config, steps: int, begin: int, per_epoch: int) -> list[str]:
     ``steps``: number of its last step; ``begin``: of the step that it goes on from; ``per_epoch``: steps. The result of
     ``outer`` and ``streaming`` has the weights of the last join, and that of ``async`` the centre. Evaluations, too.
     """
-    options, exchange = MODES[config.exchange.mode].options, config.exchange
-    key = next((option for option in ("outer_steps", "async_steps") if option in options), None)
-    if key is None:
+    exchange, mode = config.exchange, MODES[config.exchange.mode]
+    if not mode.result:
         return []
-    every = getattr(exchange, key)
+    every = getattr(exchange, mode.interval)
     start = exchange.outer_start  # steps up to here are in the weights of all ranks
-    delay = exchange.stream_delay if "stream_delay" in options else 0
+    delay = exchange.stream_delay if "stream_delay" in mode.options else 0
     joined, last = (max(start, max(step - delay, 0) // every * every) for step in (begin, steps))
     left = steps - max(begin, start)
-    title = f"note: exchange.{key}: {every}"
+    title = f"note: exchange.{mode.interval}: {every}"
     impatient = _impatient(config, every, per_epoch)
     if left > 0 and last == joined:
         what = f"no join comes in the remaining {amount(left, 'step')}"
         weights = f"those of step {joined}" if joined else "the first weights"
         return [f"{title}: {what}, so the result has {weights}", *impatient]
-    if config.exchange.mode == "outer" and joined < last < steps:
+    if mode.result == "all" and joined < last < steps:
         what = f"the result lacks the last {amount(steps - last, 'step')} of {steps}, which no join follows"
-        return [f"{title}: {what}; let outer_steps divide the steps", *impatient]
+        return [f"{title}: {what}; let {mode.interval} divide the steps", *impatient]
     return impatient
 
 

@@ -13,7 +13,6 @@ from hvd_train.config.names import did_you_mean
 from hvd_train.errors import ConfigError
 
 SYNCHRONOUS, SHARDED, PIPELINE, PLAIN = "synchronous", "sharded", "pipeline", "none"
-COMPRESSED = ("bf16", "int8", "int4")  # of the compressors, those with two phases
 WITH_CHANGES = "int8"  # of what travels instead of gradients
 WORDS = (SYNCHRONOUS, SHARDED, *(name for name in COMPRESSORS if name != PLAIN), *MODES, PIPELINE)
 
@@ -34,9 +33,9 @@ class Way:
         return "no" if not MODES[self.mode].exact else "yes" if self.compression == PLAIN else "nearly"
 
     def interval(self, config: Config) -> int:
-        """Return after how many steps the ranks join: the option of the mode that is named so, else 1."""
-        options = MODES[self.mode].options
-        return max([getattr(config.exchange, name) for name in options if name.endswith("_steps")], default=1)
+        """Return after how many steps the ranks join."""
+        key = MODES[self.mode].interval
+        return getattr(config.exchange, key) if key else 1
 
     def keys(self, config: Config, ranks: int) -> dict[str, Any]:
         """Return the keys of this way: those of ``config``, without what belongs to other ways.
@@ -66,10 +65,10 @@ def stages(ranks: int) -> int:
 
 def standard() -> list[str]:
     """Return the names of all ways that are compared if none are named."""
-    names = [SYNCHRONOUS, SHARDED, *COMPRESSED]
-    for mode, row in MODES.items():
+    names = [SYNCHRONOUS, SHARDED, *(name for name, one in COMPRESSORS.items() if one.compared)]
+    for mode, one in MODES.items():
         if mode != ALLREDUCE:
-            names += [mode, *([f"{mode}+{WITH_CHANGES}"] if row.deltas and row.compression else [])]
+            names += [mode, *([f"{mode}+{WITH_CHANGES}"] if one.deltas and one.compression else [])]
     return [*names, PIPELINE]
 
 

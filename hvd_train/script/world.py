@@ -12,6 +12,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, cast
 
+from hvd_train.compression.table import COMPRESSORS
 from hvd_train.config import ExchangeConfig, load_config
 from hvd_train.config.modes import ALLREDUCE, MODES
 from hvd_train.config.names import did_you_mean
@@ -28,12 +29,9 @@ from hvd_train.rank.session import Session
 from hvd_train.script import weight_check
 
 _sessions: list[Session] = []  # one at most
-COMPRESSOR_OPTIONS = ("ratio", "exact", "threshold", "rank")
-# The values of ``exchange.mode`` that a script may choose, and the keys of ``exchange`` that each takes.
-MODE_OPTIONS = {
-    mode: tuple(name for name in MODES[mode].options if name != "outer_start")
-    for mode in (ALLREDUCE, "outer", "streaming")
-}
+COMPRESSOR_OPTIONS = tuple(option for one in COMPRESSORS.values() for option in one.options)
+# The modes that a script may choose, and the keys of ``exchange`` that each takes.
+MODE_OPTIONS = {mode: one.scripts for mode, one in MODES.items() if one.scripts is not None}
 
 
 def place() -> World:
@@ -111,7 +109,8 @@ def exchange_options(
         fit_only = "compression='auto'" if not unknown else ", ".join(unknown)
         known = not unknown or all(name in ExchangeConfig.model_fields for name in unknown)
         what = f"{fit_only}: for hvd-train fit alone" if known else f"unknown option {fit_only}"
-        fix = "of exchange, it takes compression with ratio, exact, threshold or rank, and overlap"
+        *first, last = COMPRESSOR_OPTIONS
+        fix = f"of exchange, it takes compression with {', '.join(first)} or {last}, and overlap"
         modes = [f"mode={one!r} with {', '.join(names)}" for one, names in MODE_OPTIONS.items() if names]
         fix += f"; or {', '.join(modes)}"
         raise ConfigError(what, where=where, fix=fix)

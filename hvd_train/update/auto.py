@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hvd_train.compression.table import COMPRESSORS
 from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec
 from hvd_train.update.exchange import Exchange
 
-CANDIDATES = ("none", "fp16", "int8", "powersgd", "topk")  # what leaves out least comes first
+CANDIDATES = tuple(name for name, one in COMPRESSORS.items() if one.auto)  # what leaves out least comes first
 # A candidate that leaves out more must take less than this share of the time.
 WORTH = 0.9
 # An exchange that takes longer is timed once, others so many times.

@@ -18,6 +18,7 @@ from hvd_train.config.keys.slurm import SlurmConfig
 from hvd_train.config.keys.task import TaskConfig
 from hvd_train.config.modes import ALLREDUCE, MODES
 from hvd_train.config.names import did_you_mean
+from hvd_train.config.trackers import TRACKERS
 from hvd_train.frameworks import FRAMEWORKS
 
 
@@ -96,7 +97,7 @@ class Config(Section):
     hooks: list[str] = free([], description="your hooks: package.module:Class of each, derived from hvd_train.Hook")
     log_every_n_steps: Positive = free(50, description="steps between two lines of metrics.jsonl")
     tensorboard: bool = free(True, description="write TensorBoard events")
-    loggers: list[Literal["tensorboard", "csv", "mlflow", "wandb", "aim"]] = free(
+    loggers: list[Annotated[str, OneOf(["tensorboard", *TRACKERS])]] = free(
         [], description="where the numbers go as well, from rank 0 alone; into the run folder, without a network"
     )
     slurm: SlurmConfig = free(SlurmConfig(), description="what 'hvd-train submit' asks for where its options do not")

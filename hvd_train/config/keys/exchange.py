@@ -13,6 +13,7 @@ from hvd_train.config.modes import ALLREDUCE, MODES
 # Former name of a key -> its name now. Configurations and checkpoints with the former name are still read.
 FORMER = {"truth_every_n_steps": "compression_error_every_n_steps"}
 
+_CANDIDATES = [name for name, one in COMPRESSORS.items() if one.auto]
 _MODE_OPTIONS = tuple(dict.fromkeys(option for row in MODES.values() for option in row.options))
 
 
@@ -21,7 +22,7 @@ class ExchangeConfig(Section):
 
     compression: Annotated[str, OneOf([*COMPRESSORS, "auto"])] = Field(
         "none",
-        description="how gradients are compressed; auto: the fastest here of none, fp16, int8, powersgd, topk",
+        description=f"how gradients are compressed; auto: the fastest here of {', '.join(_CANDIDATES)}",
     )
     ratio: float = Field(0.01, gt=0, le=1, description="topk: share of the entries that travel")
     exact: bool = Field(False, description="topk: sort large buckets too, instead of looking at a sample")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hvd_train.run_folder.trackers import Row
+from hvd_train.config.trackers import TrackerSpec
 from hvd_train.run_folder.trackers.tracker import TrackedRun, Tracker
 
 WAITING = 10_000  # calls for a tracker that does not come back
@@ -18,7 +18,7 @@ END_SECONDS, ABANDON_SECONDS = 120.0, 3.0  # at the end of a finished run, and o
 class Calls:
     """The calls of one tracker, made at once. ``failure``: why it is left out; empty: it is not."""
 
-    def __init__(self, name: str, row: Row, run: TrackedRun) -> None:
+    def __init__(self, name: str, row: TrackerSpec, run: TrackedRun) -> None:
         self.name, self.failure = name, ""
         self._row, self._run, self._tracker = row, run, Tracker(run)
         self._do("__init__")
@@ -43,7 +43,7 @@ class Calls:
 class CallsInThread(Calls):
     """The same in a thread: a server that does not answer keeps a call for minutes."""
 
-    def __init__(self, name: str, row: Row, run: TrackedRun) -> None:
+    def __init__(self, name: str, row: TrackerSpec, run: TrackedRun) -> None:
         self.name, self.failure = name, ""
         self._row, self._run, self._tracker = row, run, Tracker(run)
         self._calls: queue.Queue[tuple[Any, ...]] = queue.Queue(WAITING)
@@ -73,7 +73,7 @@ class CallsInThread(Calls):
 class Trackers:
     """All trackers of a run. Nothing is opened before ``begin``."""
 
-    def __init__(self, rows: Mapping[str, Row], run: TrackedRun) -> None:
+    def __init__(self, rows: Mapping[str, TrackerSpec], run: TrackedRun) -> None:
         self._rows, self._run = rows, run
         self._calls: list[Calls] = []
         self._ended = False

@@ -8,8 +8,7 @@ Weight decay is an L2 term of the gradient, but for lion's and schedule_free_ada
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from hvd_train.config import OptimConfig
 from hvd_train.protocol import Ops, Tensor
 
 Slots = Sequence[Tensor]
-Formula = Callable[[Tensor, Tensor, Slots, Tensor, Tensor, OptimConfig, Ops], tuple[Tensor, ...]]
 
 
 def rmsprop(
@@ -141,27 +139,3 @@ def _root(v: Tensor, beta: float, t: Tensor, o: OptimConfig, ops: Ops) -> Tensor
 def _number(x: Tensor, like: Tensor, ops: Ops) -> Tensor:
     """Return a number that was computed in 64 bits, as 1 - beta^t cancels in 32, in the type of ``like``."""
     return ops.cast(x, ops.dtype(like))
-
-
-@dataclass(frozen=True)
-class Row:
-    """A formula, the names of its slots, and whether it needs the number of the step."""
-
-    formula: Formula
-    slots: tuple[str, ...]
-    counts_steps: bool = False
-
-    def slots_of(self, options: OptimConfig) -> tuple[str, ...]:
-        """Return the slots that these options need: there is no momentum of 0."""
-        return tuple(slot for slot in self.slots if slot != "momentum" or options.momentum)
-
-
-ELEMENTWISE = {
-    "rmsprop": Row(rmsprop, ("square_avg", "momentum")),
-    "adagrad": Row(adagrad, ("sum",)),
-    "nadam": Row(nadam, ("exp_avg", "exp_avg_sq"), counts_steps=True),
-    "radam": Row(radam, ("exp_avg", "exp_avg_sq"), counts_steps=True),
-    "lion": Row(lion, ("exp_avg",)),
-    "schedule_free_sgd": Row(schedule_free_sgd, ("offset",)),
-    "schedule_free_adamw": Row(schedule_free_adamw, ("offset", "exp_avg_sq"), counts_steps=True),
-}

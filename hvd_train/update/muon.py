@@ -9,6 +9,8 @@ A matrix is a tensor of two axes, those of embeddings and heads among them. Kern
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hvd_train.config import OptimConfig
 from hvd_train.protocol import Ops, Tensor
 from hvd_train.update.optimizers import Formula
@@ -18,12 +20,12 @@ COEFFICIENTS, TIMES = (3.4445, -4.7750, 2.0315), 5
 RMS = 0.2  # of the entries of AdamW's steps
 
 
-def muon(w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> Formula:
-    """Return what is to be taken from the weight, then the new slots; ``t``: the number of the step (float64, from 1).
+def muon(w: Tensor, g: Tensor, slots: Sequence[Tensor], t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> Formula:
+    """m = momentum m + g; w -= rate (0.2 sqrt(longer side) orthogonal(m) + decay w).
 
-    m = momentum m + g; w -= rate (0.2 sqrt(longer side) orthogonal(m) + decay w), with nesterov g + momentum m for m.
-    v is not used for a matrix.
+    With nesterov g + momentum m stands for m. v is not used for a matrix.
     """
+    m, v = slots
     yield []  # it needs no sums over the ranks
     if len(w.shape) == 2:
         m = o.momentum * m + g

@@ -1,8 +1,9 @@
 """Layer-wise optimizers for large batches, once for every framework.
 
-A formula takes one tensor's weight, gradient and slots in one shape, and returns what is to be taken from the weight,
-then the new slots. ``o`` holds the keys of ``optim``. Norms are 2-norms over the whole tensor. Tensors of fewer than 2
-dimensions (biases, scales of a normalization) have ratio 1 and no weight decay, as both papers' authors train them.
+A formula takes one tensor's weight, gradient and slots in one shape, the number ``t`` of the step (from 1, float64) and
+the learning rate. It returns what is to be taken from the weight, then the new slots. ``o`` has the keys of ``optim``.
+Norms are 2-norms over the whole tensor. Tensors of fewer than 2 dimensions (biases, scales of a normalization) have
+ratio 1 and no weight decay, as both papers' authors train them.
 
 Formulas are generators: each yields once, the sums of squares of what it has of the tensor, and receives those of the
 whole tensor. ``side_by_side`` runs them.
@@ -38,12 +39,12 @@ def side_by_side(formulas: Sequence[Formula], total: Total) -> list[tuple[Tensor
     return results
 
 
-def lars(w: Tensor, g: Tensor, m: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> Formula:
+def lars(w: Tensor, g: Tensor, slots: Sequence[Tensor], t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> Formula:
     """m = momentum m + rate r (g + decay w), r = trust |w| / (|g| + decay |w| + eps); w -= m.
 
     You, Gitman and Ginsburg 2017, "Large Batch Training of Convolutional Networks". r is 1 where |w| or |g| is 0.
     """
-    ratio: Tensor = 1.0
+    (m,), ratio = slots, 1.0
     matrix = len(w.shape) > 1
     squares = yield [ops.sum_of_squares(w), ops.sum_of_squares(g)] if matrix else []
     if matrix:
@@ -55,11 +56,12 @@ def lars(w: Tensor, g: Tensor, m: Tensor, rate: Tensor, o: OptimConfig, ops: Ops
     return m, m
 
 
-def lamb(w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> Formula:
-    """m, v, and u = m' / (sqrt(v') + eps) + decay w as in AdamW at step ``t`` (from 1, float64); w -= rate |w| / |u| u.
+def lamb(w: Tensor, g: Tensor, slots: Sequence[Tensor], t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> Formula:
+    """m, v, and u = m' / (sqrt(v') + eps) + decay w as in AdamW; w -= rate |w| / |u| u.
 
     You et al. 2020, "Large Batch Optimization for Deep Learning". The ratio is 1 where |w| or |u| is 0.
     """
+    m, v = slots
     m = o.betas[0] * m + (1 - o.betas[0]) * g
     v = o.betas[1] * v + (1 - o.betas[1]) * g * g
     corrections = [ops.cast(1 - beta**t, ops.dtype(g)) for beta in o.betas]

@@ -48,20 +48,20 @@ for dtype in ("float32", "float64"):
     found[f"int8 {dtype}"] = ops.matmul(drawn(1, 3), drawn(3, 10**6))
     w, g, m, v = (drawn(1_000_003) for _ in range(4))
     if framework == "pytorch":
-        from hvd_train.frontends.pytorch.optimizers import KERNELS
+        from hvd_train.frontends.pytorch.optimizers import make_kernel
 
         for name, o in OPTIONS.items():
-            kernel, weight = KERNELS[name](o, ops), w.clone()
+            kernel, weight = make_kernel(o, ops), w.clone()
             slots = [[torch.zeros_like(w)] for _ in kernel.slots]
             steps = [torch.zeros(())]
             for _ in range(3):
                 kernel([weight], [g], slots, steps, 0.1)
             found[f"{name} {dtype}"] = weight
     else:
-        from hvd_train.frontends.tensorflow.optimizers import KERNELS
+        from hvd_train.frontends.tensorflow.optimizers import make_kernel
 
         for name, o in OPTIONS.items():
-            kernel, weight = KERNELS[name](o), tf.Variable(w)
+            kernel, weight = make_kernel(o), tf.Variable(w)
             slots = [tf.Variable(tf.zeros_like(w)) for _ in kernel.slots]
             for step in range(3):
                 kernel(weight, g, slots, tf.constant(step + 1, tf.int64), tf.constant(0.1, dtype))

@@ -39,9 +39,9 @@ def moved_by_pytorch(options, weight, gradients, rates=RATES):
     import torch
 
     from hvd_train.frontends.pytorch.ops import TorchOps
-    from hvd_train.frontends.pytorch.optimizers import KERNELS
+    from hvd_train.frontends.pytorch.optimizers import make_kernel
 
-    kernel, w = KERNELS[options.name](options, TorchOps(torch.device("cpu"))), torch.tensor(weight)
+    kernel, w = make_kernel(options, TorchOps(torch.device("cpu"))), torch.tensor(weight)
     slots, steps = [[torch.zeros_like(w)] for _ in kernel.slots], [torch.zeros(())]
     for g, rate in zip(gradients, rates, strict=True):
         kernel([w], [torch.tensor(g)], slots, steps, rate)
@@ -52,9 +52,9 @@ def moved_by_tensorflow(options, weight, gradients, rates=RATES):
     pytest.importorskip("torch")  # torch before TensorFlow, as the ranks load them
     import tensorflow as tf
 
-    from hvd_train.frontends.tensorflow.optimizers import KERNELS
+    from hvd_train.frontends.tensorflow.optimizers import make_kernel
 
-    kernel, w = KERNELS[options.name](options), tf.Variable(weight)
+    kernel, w = make_kernel(options), tf.Variable(weight)
     slots = [tf.Variable(tf.zeros_like(w)) for _ in kernel.slots]
     for step, (g, rate) in enumerate(zip(gradients, rates, strict=True), 1):
         kernel(w, tf.constant(g), slots, tf.constant(step, tf.int64), tf.constant(rate, w.dtype))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hvd_train.config import OptimConfig, load_config
+from hvd_train.config.optimizers import OPTIMIZERS
 from hvd_train.errors import ConfigError
-from hvd_train.update.elementwise import ELEMENTWISE
 from hvd_train.update.schedule_free import OFFSET, ScheduleFree
 from tests.frontends.test_contract import ALL, FRAMEWORKS, batch, opened, same, stepped, weights
 from tests.numpy_frontend import NumpyOps
@@ -43,7 +43,7 @@ class Moved:
     """An optimizer of one flat bucket."""
 
     def __init__(self, framework, options, y):
-        self.framework, self.options, self.row, self.t = framework, options, ELEMENTWISE[options.name], 0
+        self.framework, self.options, self.row, self.t = framework, options, OPTIMIZERS[options.name], 0
         if framework == "numpy":
             self.ops, self.y = NumpyOps(), y.copy()
             self.slots = [np.zeros_like(y) for _ in self.row.slots]
@@ -51,19 +51,19 @@ class Moved:
             import torch
 
             from hvd_train.frontends.pytorch.ops import TorchOps
-            from hvd_train.frontends.pytorch.optimizers import KERNELS
+            from hvd_train.frontends.pytorch.optimizers import make_kernel
 
             self.ops, self.y, self.steps = TorchOps(torch.device("cpu")), torch.tensor(y), [torch.zeros(())]
-            self.kernel = KERNELS[options.name](options, self.ops)
+            self.kernel = make_kernel(options, self.ops)
             self.slots = [torch.zeros_like(self.y) for _ in self.kernel.slots]
         else:
             pytest.importorskip("torch")  # torch before TensorFlow, as the ranks load them
             import tensorflow as tf
 
             from hvd_train.frontends.tensorflow.ops import TensorFlowOps
-            from hvd_train.frontends.tensorflow.optimizers import KERNELS
+            from hvd_train.frontends.tensorflow.optimizers import make_kernel
 
-            self.ops, self.y, self.kernel = TensorFlowOps(), tf.Variable(y), KERNELS[options.name](options)
+            self.ops, self.y, self.kernel = TensorFlowOps(), tf.Variable(y), make_kernel(options)
             self.slots = [tf.Variable(tf.zeros_like(self.y)) for _ in self.kernel.slots]
 
     def step(self, gradients, rate):
@@ -138,7 +138,7 @@ def test_training_goes_on_with_the_bits_that_it_had(framework):
         (["ema.decay=0.9"], "ema: schedule_free_sgd averages the weights by itself: leave ema out"),
         (["exchange.mode=outer"], "optim.name: ranks move their weights apart with exchange.mode: outer"),
         (["optim.betas=[0, 0.9]"], "optim.betas: schedule_free_sgd needs a first one > 0"),
-        (["optim.momentum=0.9"], "optim.momentum: belongs to sgd, lars and rmsprop; schedule_free_sgd has betas"),
+        (["optim.momentum=0.9"], "optim.momentum: belongs to sgd or lars or rmsprop or muon, not schedule_free_sgd"),
         (["parallel.pipeline=2"], "optim.name: pipeline stages do not go with schedule_free_sgd"),
     ],
 )

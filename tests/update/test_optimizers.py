@@ -17,12 +17,12 @@ ZERO = np.zeros_like(W)
 ONE = np.float64(1)  # the first step
 
 
-def lars(*given):
-    return side_by_side([formulas.lars(*given)], whole)[0]
+def lars(w, g, m, *given):
+    return side_by_side([formulas.lars(w, g, [m], ONE, *given)], whole)[0]
 
 
-def lamb(*given):
-    return side_by_side([formulas.lamb(*given)], whole)[0]
+def lamb(w, g, m, v, *given):
+    return side_by_side([formulas.lamb(w, g, [m, v], *given)], whole)[0]
 
 
 def options(name, **keys):

@@ -43,7 +43,8 @@ def test_layerwise_formulas_over_parts_give_what_they_give_over_whole_tensors(na
     tensors = [[rng.standard_normal(shape) for _ in range(4)] for shape in SHAPES]
 
     def formula(w, g, m, v):
-        return lars(w, g, m, 0.3, options, ops) if name == "lars" else lamb(w, g, m, abs(v), 3.0, 0.3, options, ops)
+        slots = [m] if name == "lars" else [m, abs(v)]
+        return (lars if name == "lars" else lamb)(w, g, slots, 3.0, 0.3, options, ops)
 
     expected = [side_by_side([formula(*one)], whole)[0] for one in tensors]
     sizes = [int(np.prod(shape)) for shape in SHAPES]

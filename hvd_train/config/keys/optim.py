@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from hvd_train.config.keys.parameter_group import GroupConfig
 from hvd_train.config.keys.section import Count, Mode, OneOf, Positive, Section, free, raise_problems
+from hvd_train.config.optimizers import OPTIMIZERS, takers
 from hvd_train.config.schedules import SCHEDULES, row_of
 
 
@@ -24,15 +25,16 @@ class PlateauConfig(Section):
     cooldown: Count = Field(0, description="evaluations after a reduction that are not counted")
 
 
-SCHEDULE_FREE = ("schedule_free_sgd", "schedule_free_adamw")
 # The keys that belong to the schedules of today's table. Older ones were not refused with other schedules.
 _SCHEDULE_OPTIONS = ("milestones", "period", "period_factor", "power", "rise", "start_divisor", "end_divisor")
-
-
-OPTIMIZERS = ["sgd", "adam", "adamw", "lars", "lamb", "rmsprop", "adagrad", "nadam", "radam", "lion", "muon"]
-OPTIMIZERS += SCHEDULE_FREE
+# The keys that belong to some optimizers of the table.
+_OWNED = tuple(dict.fromkeys(option for spec in OPTIMIZERS.values() for option in spec.options))
 # Keys of built-in optimizers, which an optimizer of the user gets in the user's function.
-_BUILT_IN = ("momentum", "nesterov", "weight_decay", "betas", "alpha", "eps", "trust_coefficient")
+_BUILT_IN = ("weight_decay", "betas", "eps", *_OWNED)
+
+
+def _of(option: str) -> str:
+    return ", ".join(takers(option))
 
 
 class OptimConfig(Section):
@@ -43,8 +45,8 @@ class OptimConfig(Section):
         description="PyTorch's formulas (lars to schedule_free_*: their papers'), or your function that makes one",
     )
     lr: float = Field(0.01, gt=0, allow_inf_nan=False, description="base learning rate, before lr_scaling")
-    momentum: float = Field(0.0, ge=0, lt=1, description="sgd, lars, rmsprop, muon: momentum")
-    nesterov: bool = Field(False, description="sgd, muon: Nesterov momentum")
+    momentum: float = Field(0.0, ge=0, lt=1, description=f"{_of('momentum')}: momentum")
+    nesterov: bool = Field(False, description=f"{_of('nesterov')}: Nesterov momentum")
     weight_decay: float = Field(
         0.0,
         ge=0,
@@ -57,10 +59,13 @@ class OptimConfig(Section):
         max_length=2,
         description="the adams, lamb, lion: decay of the running means; schedule_free: weight of x, decay",
     )
-    alpha: float = Field(0.99, ge=0, lt=1, description="rmsprop: decay of the running mean of squares")
+    alpha: float = Field(0.99, ge=0, lt=1, description=f"{_of('alpha')}: decay of the running mean of squares")
     eps: float = Field(1e-8, gt=0, description="all but sgd and lion: term in the denominator")
     trust_coefficient: float = Field(
-        0.001, gt=0, allow_inf_nan=False, description="lars: a tensor's step is this share of its norm, times lr"
+        0.001,
+        gt=0,
+        allow_inf_nan=False,
+        description=f"{_of('trust_coefficient')}: a tensor's step is this share of its norm, times lr",
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none", description="lr times global batch / lr_reference_batch, its square root, or lr as it is"
@@ -108,23 +113,19 @@ class OptimConfig(Section):
         if self.is_users:
             raise_problems(self._users_problems() + self._rate_problems() + self._schedule_problems())
             return self
-        problems = []
-        if self.nesterov and not self.momentum:
+        spec, fields = OPTIMIZERS[self.name], type(self).model_fields
+        problems = [
+            (key, f"belongs to {' or '.join(takers(key))}, not {self.name}")
+            for key in _OWNED
+            if key not in spec.options and getattr(self, key) != fields[key].default
+        ]
+        if "nesterov" in spec.options and self.nesterov and not self.momentum:
             problems.append(("nesterov", "needs momentum > 0"))
-        if self.name == "muon" and not self.momentum:
-            problems.append(("momentum", "muon needs one, for example 0.95"))
-        if self.name == "muon" and self.sharded:
-            problems.append(("sharded", "muon needs whole matrices, of which each rank would have a part"))
-        if self.name not in ("sgd", "lars", "rmsprop", "muon") and (self.momentum or self.nesterov):
-            has = "has none" if self.name == "adagrad" else "has betas"
-            problems.append(("momentum", f"belongs to sgd, lars and rmsprop; {self.name} {has}"))
-        if self.name in ("lars", "rmsprop") and self.nesterov:
-            problems.append(("nesterov", f"belongs to sgd, not {self.name}"))
-        if self.name != "rmsprop" and self.alpha != type(self).model_fields["alpha"].default:
-            problems.append(("alpha", f"belongs to rmsprop, not {self.name}"))
-        if self.name != "lars" and self.trust_coefficient != type(self).model_fields["trust_coefficient"].default:
-            problems.append(("trust_coefficient", f"belongs to lars, not {self.name}"))
-        if self.schedule_free and not self.betas[0]:
+        if spec.momentum and not self.momentum:
+            problems.append(("momentum", f"{self.name} needs one, for example {spec.momentum}"))
+        if spec.undivided and self.sharded:
+            problems.append(("sharded", f"{self.name} {spec.undivided}"))
+        if spec.schedule_free and not self.betas[0]:
             problems.append(("betas", f"{self.name} needs a first one > 0"))
         raise_problems(problems + self._rate_problems() + self._schedule_problems())
         return self
@@ -164,7 +165,7 @@ class OptimConfig(Section):
     @property
     def schedule_free(self) -> bool:
         """Return whether the training stands for a mean of what the optimizer moves."""
-        return self.name in SCHEDULE_FREE
+        return not self.is_users and OPTIMIZERS[self.name].schedule_free
 
     def _schedule_problems(self) -> list[tuple[str, str]]:
         fields, options = type(self).model_fields, row_of(self.schedule).options

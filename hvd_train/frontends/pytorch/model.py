@@ -209,7 +209,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
                 for flat, weight in zip(self._flats, common, strict=True):
                     flat.move_to(weight)
                 self._known_changes = self._changes()
-            return ShardedOptimizer(self.config.optim, self._flats, self.layouts, self.ops, update)
+            return ShardedOptimizer(self.config.optim, self._flats, self.layouts, TorchOps(self.device), update)
         return flat_optimizer(self.config.optim, self._flats, self.layouts, TorchOps(self.device))
 
     def _overlap(self) -> bool:

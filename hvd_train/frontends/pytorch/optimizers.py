@@ -6,7 +6,7 @@ switch it off for themselves, which takes 75 MB and 1.3 s of every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -16,12 +16,11 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from hvd_train.config import OptimConfig
+from hvd_train.config.optimizers import OPTIMIZERS
 from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.frontends.pytorch.buckets import Flat
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.update import optimizers as formulas
-from hvd_train.update.elementwise import ELEMENTWISE
-from hvd_train.update.muon import muon
 from hvd_train.update.parameter_groups import Rule, rule_of, step_key
 
 Tensors = list[torch.Tensor]
@@ -81,82 +80,42 @@ class Adam:
         adam(weights, gradients, *slots, [], steps, fused=True, lr=learning_rate, **keys)
 
 
-class Elementwise:
-    """A formula of update/elementwise.py."""
-
-    per_tensor = False
+class Formula:
+    """A formula of the table of optimizers, which knows no framework."""
 
     def __init__(self, options: OptimConfig, ops: TorchOps) -> None:
-        self.options, self.ops, self._row = options, ops, ELEMENTWISE[options.name]
-        self.slots, self.counts_steps = self._row.slots_of(options), self._row.counts_steps
+        self.options, self.ops, spec = options, ops, OPTIMIZERS[options.name]
+        self._formula, self.slots = spec.formula, spec.slots_of(options)
+        self.counts_steps, self.per_tensor = spec.counts_steps, spec.per_tensor
 
     def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
         torch._foreach_add_(steps, 1)
         t = steps[0].double()  # (), in 64 bits, as 1 - beta^t cancels in 32
-        for k, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-            old, now, ops = [of_slot[k] for of_slot in slots], t.to(weight.device), self.ops.at(weight.device)
-            # Of a schedule-free optimizer it is a tensor.
-            rate = learning_rate.to(weight.device) if isinstance(learning_rate, torch.Tensor) else learning_rate
-            loss, *new = self._row.formula(weight, gradient, old, now, rate, self.options, ops)
+        results: Iterable[Any] = (
+            self._of_one(w, g, old, t, learning_rate) for w, g, *old in zip(weights, gradients, *slots, strict=True)
+        )
+        if self.per_tensor and total:
+            results = formulas.side_by_side([*results], total)
+        elif self.per_tensor:
+            # One tensor after the other, which needs the least memory.
+            results = (formulas.side_by_side([one], formulas.whole)[0] for one in results)
+        for weight, old, (loss, *new) in zip(weights, zip(*slots, strict=True), results, strict=True):
             weight.sub_(loss)
             for slot, value in zip(old, new, strict=True):
                 slot.copy_(value)
 
-
-class LARS:
-    slots = ("momentum",)
-    counts_steps, per_tensor = False, True
-
-    def __init__(self, options: OptimConfig, ops: TorchOps) -> None:
-        self.options, self.ops = options, ops
-
-    def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
-        rounds = [
-            formulas.lars(w, g, m, learning_rate, self.options, self.ops.at(w.device))
-            for w, g, m in zip(weights, gradients, *slots, strict=True)
-        ]
-        _move(weights, slots, rounds, total)
+    def _of_one(self, weight, gradient, slots, t, learning_rate) -> Any:
+        device = weight.device
+        # Of a schedule-free optimizer it is a tensor.
+        rate = learning_rate.to(device) if isinstance(learning_rate, torch.Tensor) else learning_rate
+        return self._formula(weight, gradient, slots, t.to(device), rate, self.options, self.ops.at(device))
 
 
-class LAMB:
-    """Formulas of a tensor, two slots and the number of the step."""
-
-    formula = staticmethod(formulas.lamb)
-    slots = ("exp_avg", "exp_avg_sq")
-    counts_steps = per_tensor = True
-
-    def __init__(self, options: OptimConfig, ops: TorchOps) -> None:
-        self.options, self.ops = options, ops
-
-    def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
-        torch._foreach_add_(steps, 1)
-        # (), in 64 bits, as 1 - beta^t cancels in 32.
-        t = steps[0].double()
-        rounds = [
-            self.formula(w, g, m, v, t.to(w.device), learning_rate, self.options, self.ops.at(w.device))
-            for w, g, m, v in zip(weights, gradients, *slots, strict=True)
-        ]
-        _move(weights, slots, rounds, total)
+KERNELS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": Adam}
 
 
-class Muon(LAMB):
-    formula = staticmethod(muon)
-
-
-def _move(weights: Tensors, slots: Sequence[Tensors], rounds: Sequence[formulas.Formula], total: Total | None) -> None:
-    """Apply a formula to each tensor. Whole tensors are moved one after the other, which needs the least memory."""
-    if total:
-        results = iter(formulas.side_by_side(rounds, total))
-    else:
-        results = (formulas.side_by_side([one], formulas.whole)[0] for one in rounds)
-    for weight, old, (loss, *new) in zip(weights, zip(*slots, strict=True), results, strict=True):
-        weight.sub_(loss)
-        for slot, value in zip(old, new, strict=True):
-            slot.copy_(value)
-
-
-KERNELS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": Adam, "lars": LARS, "lamb": LAMB, "muon": Muon}
-KERNELS |= dict.fromkeys(ELEMENTWISE, Elementwise)
+def make_kernel(options: OptimConfig, ops: TorchOps) -> Kernel:
+    return KERNELS.get(options.name, Formula)(options, ops)
 
 
 class Part(NamedTuple):
@@ -201,7 +160,7 @@ class FlatOptimizer(FlatWeights, NamedArrays):
 
     def __init__(self, options: OptimConfig, flats: list[Flat], layouts: dict[str, Layout], ops: TorchOps) -> None:
         self.layouts, self._flats, self._home = layouts, flats, ops.device
-        self.kernel: Kernel = KERNELS[options.name](options, ops)
+        self.kernel: Kernel = make_kernel(options, ops)
         weights = [flat.weight for flat in flats]  # (n,) each, like their slots
         self.slots = {name: [torch.zeros_like(w) for w in weights] for name in self.kernel.slots}
         self.steps = [torch.zeros((), dtype=torch.float32, device=w.device) for w in weights]
@@ -211,7 +170,7 @@ class FlatOptimizer(FlatWeights, NamedArrays):
         # Cut once: views of 200 layers take 1 ms, and weights and slots move in place.
         self._parts = [
             Part(
-                KERNELS[options.name](rule.options(options), ops),
+                make_kernel(rule.options(options), ops),
                 rule,
                 buckets,
                 chosen := [flats[b] for b in buckets],

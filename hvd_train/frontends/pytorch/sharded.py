@@ -11,9 +11,9 @@ import torch
 from hvd_train.config import OptimConfig
 from hvd_train.frontends.named_arrays import Layout
 from hvd_train.frontends.pytorch.buckets import Flat
-from hvd_train.frontends.pytorch.optimizers import KERNELS, Kernel, array_of
+from hvd_train.frontends.pytorch.ops import TorchOps
+from hvd_train.frontends.pytorch.optimizers import Kernel, array_of, make_kernel
 from hvd_train.frontends.sharded_slots import ShardedSlots
-from hvd_train.protocol import Ops
 from hvd_train.update.parameter_groups import rule_of
 from hvd_train.update.sharded import Sharded, pieces
 
@@ -38,10 +38,10 @@ class ShardedOptimizer(ShardedSlots):
     """A kernel over pieces of tensors. Slots are made for them alone."""
 
     def __init__(
-        self, options: OptimConfig, flats: list[Flat], layouts: Mapping[str, Layout], ops: Ops, update: Sharded
+        self, options: OptimConfig, flats: list[Flat], layouts: Mapping[str, Layout], ops: TorchOps, update: Sharded
     ) -> None:
         self._flats, self._update = flats, update
-        self.kernel: Kernel = KERNELS[options.name](options, ops)
+        self.kernel: Kernel = make_kernel(options, ops)
         self._pieces = [
             [
                 Piece(flat, i, *bounds, layouts[flat.names[i]])
@@ -58,7 +58,7 @@ class ShardedOptimizer(ShardedSlots):
         self._moved = [k for k, w in enumerate(weights) if len(w) or self.kernel.per_tensor]
         rules = [rule_of(options, piece.layout.name) for piece in self._all()]
         self._parts = [
-            (KERNELS[options.name](rule.options(options), ops), rule, [k for k in self._moved if rules[k] == rule])
+            (make_kernel(rule.options(options), ops), rule, [k for k in self._moved if rules[k] == rule])
             for rule in dict.fromkeys(rules)  # in the same order on all ranks, which join norms
         ]
 

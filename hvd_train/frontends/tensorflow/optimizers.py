@@ -19,11 +19,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_train.config import OptimConfig
+from hvd_train.config.optimizers import OPTIMIZERS
 from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.update import optimizers as formulas
-from hvd_train.update.elementwise import ELEMENTWISE
-from hvd_train.update.muon import muon
 from hvd_train.update.parameter_groups import Rule, rule_of, step_key
 
 
@@ -110,73 +109,30 @@ class Adam:
         )
 
 
-class Elementwise:
-    """A formula of update/elementwise.py."""
-
-    per_tensor = False
+class Formula:
+    """A formula of the table of optimizers, which knows no framework."""
 
     def __init__(self, options: OptimConfig) -> None:
-        self.options, self.ops, self._row = options, TensorFlowOps(), ELEMENTWISE[options.name]
-        self.slots, self.counts_steps = self._row.slots_of(options), self._row.counts_steps
+        self.options, self.ops, spec = options, TensorFlowOps(), OPTIMIZERS[options.name]
+        self._formula, self.slots = spec.formula, spec.slots_of(options)
+        self.counts_steps, self.per_tensor = spec.counts_steps, spec.per_tensor
 
     def __call__(self, weight, gradient, slots, step, rate, total=formulas.whole) -> None:
         t, old = tf.cast(step, tf.float64), [slot.value() for slot in slots]
-        loss, *new = self._row.formula(weight.value(), gradient, old, t, rate, self.options, self.ops)
+        result = self._formula(weight.value(), gradient, old, t, rate, self.options, self.ops)
+        if self.per_tensor:
+            (result,) = formulas.side_by_side([result], total)
+        loss, *new = result
         for slot, value in zip(slots, new, strict=True):
             slot.assign(value)
         weight.assign_sub(loss)
 
 
-class LARS:
-    """The formula of update/optimizers.py."""
-
-    slots = ("momentum",)
-    counts_steps, per_tensor = False, True
-
-    def __init__(self, options: OptimConfig) -> None:
-        self.options, self.ops = options, TensorFlowOps()
-
-    def __call__(self, weight, gradient, slots, step, rate, total=formulas.whole) -> None:
-        (m,) = slots
-        formula = formulas.lars(weight.value(), gradient, m.value(), rate, self.options, self.ops)
-        ((loss, new),) = formulas.side_by_side([formula], total)
-        m.assign(new)
-        weight.assign_sub(loss)
+KERNELS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": Adam}
 
 
-class LAMB:
-    """Formulas of a tensor, two slots and the number of the step."""
-
-    formula = staticmethod(formulas.lamb)
-    slots = ("exp_avg", "exp_avg_sq")
-    counts_steps = per_tensor = True
-
-    def __init__(self, options: OptimConfig) -> None:
-        self.options, self.ops = options, TensorFlowOps()
-
-    def __call__(self, weight, gradient, slots, step, rate, total=formulas.whole) -> None:
-        m, v = slots
-        t = tf.cast(step, tf.float64)
-        formula = self.formula(weight.value(), gradient, m.value(), v.value(), t, rate, self.options, self.ops)
-        ((loss, *new),) = formulas.side_by_side([formula], total)
-        m.assign(new[0])
-        v.assign(new[1])
-        weight.assign_sub(loss)
-
-
-class Muon(LAMB):
-    formula = staticmethod(muon)
-
-
-KERNELS: dict[str, Any] = {
-    "sgd": SGD,
-    "adam": Adam,
-    "adamw": Adam,
-    "lars": LARS,
-    "lamb": LAMB,
-    "muon": Muon,
-    **dict.fromkeys(ELEMENTWISE, Elementwise),
-}
+def make_kernel(options: OptimConfig) -> Kernel:
+    return KERNELS.get(options.name, Formula)(options)
 
 
 class Flattened:
@@ -237,9 +193,9 @@ class VariableOptimizer(BucketWeights, NamedArrays):
     ) -> None:
         self.layouts, self._trainable, self._from_buckets = layouts, trainable, from_buckets
         self._buckets, self._weights = buckets, list(trainable.values())
-        self.kernel: Kernel = KERNELS[options.name](options)
+        self.kernel: Kernel = make_kernel(options)
         rules = [rule_of(options, layouts[path].name) for path in trainable]
-        kernels = {rule: KERNELS[options.name](rule.options(options)) for rule in rules}
+        kernels = {rule: make_kernel(rule.options(options)) for rule in rules}
         self._rules = [(kernels[rule], rule) for rule in rules]
         self._flattens = [self.kernel.per_tensor and layouts[path].is_vector for path in trainable]
         self.slots = {slot: [zeros_where(v) for v in trainable.values()] for slot in self.kernel.slots}

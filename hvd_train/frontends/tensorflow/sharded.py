@@ -13,7 +13,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.frontends.named_arrays import Layout
 from hvd_train.frontends.sharded_slots import ShardedSlots
 from hvd_train.frontends.tensorflow.host_memory import CommonWeights
-from hvd_train.frontends.tensorflow.optimizers import KERNELS, Kernel, rated, view
+from hvd_train.frontends.tensorflow.optimizers import Kernel, make_kernel, rated, view
 from hvd_train.update.parameter_groups import rule_of
 from hvd_train.update.sharded import Sharded, pieces
 
@@ -45,9 +45,9 @@ class ShardedOptimizer(ShardedSlots):
     ) -> None:
         """``common``: of ranks that share memory. Pieces keep their values from step to step then."""
         self._update, self._variables, self._common = update, list(trainable.values()), common
-        self.kernel: Kernel = KERNELS[options.name](options)
+        self.kernel: Kernel = make_kernel(options)
         rules = {layout.name: rule_of(options, layout.name) for layout in layouts.values()}
-        kernels = {rule: KERNELS[options.name](rule.options(options)) for rule in rules.values()}
+        kernels = {rule: make_kernel(rule.options(options)) for rule in rules.values()}
         self._rules = {name: (kernels[rule], rule) for name, rule in rules.items()}
         paths = list(trainable)
         self._buckets: list[list[Piece]] = []

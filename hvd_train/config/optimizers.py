@@ -1,0 +1,71 @@
+"""The names of the optimizers. The configuration reads this table, so it imports no formula."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvd_train.config.keys.optim import OptimConfig
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer: a value of ``optim.name``.
+
+    ``made_by``: the file in ``hvd_train/update``, and the formula in it; "": each framework has a kernel for it.
+    ``slots``: the names of what it keeps for each weight. ``counts_steps``: whether the formula needs the number of the
+    step. ``options``: the keys of ``optim`` that belong to it and are refused with optimizers that do not name them.
+
+    ``per_tensor``: the formula has norms of whole tensors (update/optimizers.py); else it moves each entry by itself
+    (update/elementwise.py). ``undivided``: why ``optim.sharded`` is refused; "": it is not. ``momentum``: one that
+    works, if it needs one. ``schedule_free``: a mean of the weights that it moves is evaluated and saved.
+    """
+
+    made_by: str = ""
+    slots: tuple[str, ...] = ()
+    counts_steps: bool = False
+    options: tuple[str, ...] = ()
+    per_tensor: bool = False
+    undivided: str = ""
+    momentum: float = 0.0
+    schedule_free: bool = False
+
+    @property
+    def formula(self) -> Callable[..., Any]:
+        file, name = self.made_by.split(":")
+        return getattr(importlib.import_module(f"hvd_train.update.{file}"), name)
+
+    def slots_of(self, options: OptimConfig) -> tuple[str, ...]:
+        """Return the slots that these options need: an elementwise formula has no momentum of 0."""
+        return tuple(slot for slot in self.slots if slot != "momentum" or options.momentum or self.per_tensor)
+
+
+_MEANS = ("exp_avg", "exp_avg_sq")
+_WHOLE = "needs whole matrices, of which each rank would have a part"
+OPTIMIZERS = {
+    "sgd": OptimizerSpec(options=("momentum", "nesterov")),
+    "adam": OptimizerSpec(),
+    "adamw": OptimizerSpec(),
+    "lars": OptimizerSpec("optimizers:lars", ("momentum",), options=("momentum", "trust_coefficient"), per_tensor=True),
+    "lamb": OptimizerSpec("optimizers:lamb", _MEANS, True, per_tensor=True),
+    "rmsprop": OptimizerSpec("elementwise:rmsprop", ("square_avg", "momentum"), options=("momentum", "alpha")),
+    "adagrad": OptimizerSpec("elementwise:adagrad", ("sum",)),
+    "nadam": OptimizerSpec("elementwise:nadam", _MEANS, True),
+    "radam": OptimizerSpec("elementwise:radam", _MEANS, True),
+    "lion": OptimizerSpec("elementwise:lion", ("exp_avg",)),
+    "muon": OptimizerSpec(
+        "muon:muon", _MEANS, True, ("momentum", "nesterov"), per_tensor=True, undivided=_WHOLE, momentum=0.95
+    ),
+    "schedule_free_sgd": OptimizerSpec("elementwise:schedule_free_sgd", ("offset",), schedule_free=True),
+    "schedule_free_adamw": OptimizerSpec(
+        "elementwise:schedule_free_adamw", ("offset", "exp_avg_sq"), True, schedule_free=True
+    ),
+}
+
+
+def takers(option: str) -> list[str]:
+    """Return the names of the optimizers to which a key of ``optim`` belongs."""
+    return [name for name, spec in OPTIMIZERS.items() if option in spec.options]

@@ -15,7 +15,15 @@ from hvd_train.launch.world import World
 AUTO = "auto"
 NONE = Launcher()  # of a process that was started alone
 # A rank belongs to the first that detects it: a launcher's own variables come before those of one around it.
-LAUNCHERS: list[Launcher] = [Horovodrun(), Mpirun(), MpirunRsh(), Jsrun(), Flux(), Mpiexec(), Srun()]
+LAUNCHERS: list[Launcher] = [
+    Horovodrun(),
+    Mpirun(),
+    MpirunRsh(),
+    Jsrun(),
+    Flux(),
+    Mpiexec(),
+    Srun(),
+]
 # ``auto`` takes the first that is usable, MPI before Gloo: on CPUs its allreduce goes through shared memory.
 PREFERRED = (Mpirun.name, Horovodrun.name)
 HELP = "What starts the ranks of -np; auto: mpirun where Horovod speaks MPI, else horovodrun (Gloo)."

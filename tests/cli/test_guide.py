@@ -284,6 +284,20 @@ def test_links_lead_somewhere(page):
         assert heading in {re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in headings}, (target, heading)
 
 
+# Speed, memory and accuracy that somebody measured, and the commands that measure them.
+FIGURE = re.compile(r"\d (?:times (?:as (?:fast|slow)|the)|(?:samples|images)/s|m?s a step|MiB a rank|%)")
+MEASURES = re.compile(r"scripts/(?:bench|demo|test|torture)\b|hvd-train (?:fit|modes|verify)\b")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_figures_stand_beside_the_command_that_made_them(page):
+    for section in re.split(r"^##+ ", PAGES[page], flags=re.MULTILINE):
+        if section.startswith("On a GPU"):  # measured by hand, as the section says
+            continue
+        prose = re.sub(r"^```.*?^```$|`[^`]*`", "", section, flags=re.MULTILINE | re.DOTALL)
+        assert not FIGURE.search(prose) or MEASURES.search(section), FIGURE.search(prose)
+
+
 # What the blocks of a page build on.
 BEFORE = {
     "own-script": """

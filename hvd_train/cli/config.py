@@ -16,7 +16,7 @@ from hvd_train.cli import options
     metavar="[KEY]",
     is_flag=False,
     flag_value="",
-    help="Type, default and meaning of every key, of a section's keys, or of one key.",
+    help="Type, default and meaning of every key, of a section's keys, or of one key, and what they do not go with.",
 )
 @click.option("--plot", type=click.Choice(["lr"]), help="Draw the learning rate of every step, as -np ranks train.")
 @click.option("-np", "--num-proc", type=click.IntRange(min=1), default=1, help="Ranks that --plot reckons with (1).")
@@ -44,6 +44,7 @@ def config(
     if explain is None:
         click.echo(resolved_yaml(load_config(path, sets)), nl=False)
         return
+    from hvd_train.config.conflicts import sentences
     from hvd_train.report.tables import explanations
 
-    click.echo(explanations(explained(explain)))
+    click.echo(explanations(explained(explain), sentences(explain)))

@@ -7,9 +7,9 @@ from functools import partial
 from typing import cast
 
 from hvd_train.compression import make
-from hvd_train.config.modes import MODES
+from hvd_train.config.conflicts import check_ranks
 from hvd_train.core.training import Training
-from hvd_train.errors import ConfigError, amount
+from hvd_train.errors import amount
 from hvd_train.frontends.serial import Serial
 from hvd_train.jobs.job import Job
 from hvd_train.protocol import Communicator, Compressor, Model, Placement, Update
@@ -51,13 +51,7 @@ def _connect(job: Job, compression: str, user_hooks: bool, epoch: int) -> tuple[
     def compressor(name: str) -> Compressor:
         return make(name, groups.data.size, groups.data.rank, **options.options(name))
 
-    if options.op == "adasum":
-        _check_adasum(groups.data)
-    if not MODES[options.mode].lockstep and groups.data.size > 1 and not groups.data.mpi:
-        # Gloo's ranks meet in each transfer; MPI reads and changes the memory of a rank that computes.
-        what = "ranks that do not wait for one another need MPI, and this world was started with Gloo"
-        fix = "start with mpirun, or set exchange.mode: local_sgd"
-        raise ConfigError(what, where=f"exchange.mode: {options.mode}", fix=fix, common=True)
+    check_ranks(config, groups.data.size, groups.data.mpi)
     # Measured on the real buckets and links of this job, before the update is built with the result.
     if compression == "auto":
         compression, seconds = auto.choose(specs, frontend.packing, compressor, groups.data, frontend.ops)
@@ -123,14 +117,3 @@ def unfreeze(job: Job, trainer: Training, user_hooks: bool) -> None:
 def _bucket_names(model: Model, update: Update) -> list[tuple[str, ...]]:
     specs = model.specs()
     return [tuple(specs[i].name for i in members) for members in update.buckets]
-
-
-def _check_adasum(communicator: Communicator) -> None:
-    where = "exchange.op: adasum"
-    # Horovod's Adasum adds in pairs, so the number of ranks must be a power of two: one bit.
-    if communicator.size & (communicator.size - 1):
-        what = f"adasum joins 2, 4, 8, ... ranks, not {communicator.size}"
-        raise ConfigError(what, where=where, fix="change -np, or set exchange.op: average", common=True)
-    if communicator.size > 1 and not communicator.mpi:
-        what = "adasum needs MPI, and this world was started with Gloo"
-        raise ConfigError(what, where=where, fix="start with mpirun, or set exchange.op: average", common=True)

@@ -13,13 +13,14 @@ from typing import Any
 import keras
 
 from hvd_train.config import ExchangeConfig
+from hvd_train.config.conflicts import EMA, LOSS_SCALE, LR_SCALING, SHARDED
 from hvd_train.errors import ConfigError
 from hvd_train.keras.apart_backup import BackupBeside, with_backups
 from hvd_train.keras.gradients import WIRE, Reduction
 from hvd_train.keras.model_state import SEED, buffers_of, to_numpy
 from hvd_train.keras.patches import Patches
 from hvd_train.protocol import Communicator
-from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, check_options, named
+from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, check_mode, named
 
 SAVING = ("save", "save_weights", "export")
 
@@ -153,18 +154,17 @@ class ModelApart(TrainedApart):
         return called
 
 
-def check_apart(optimizers: Sequence[Any], sharded: bool, lr_scaling: str, where: str) -> None:
+def check_apart(optimizers: Sequence[Any], mode: str, sharded: bool, lr_scaling: str, where: str) -> None:
     """Raise ConfigError where the ranks cannot train apart."""
-    where = f"{where}(mode=...)"
     if len(optimizers) != 1:
         what = f"ranks that train apart have one optimizer, and there are {len(optimizers)}"
-        raise ConfigError(what, where=where, fix="leave mode out, or train with one optimizer")
+        fix = "leave mode out, or train with one optimizer"
+        raise ConfigError(what, where=f"{where}(mode=...)", fix=fix)
     (optimizer,) = optimizers
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        what = "LossScaleOptimizer leaves out steps, each rank others"
-        raise ConfigError(what, where=where, fix="take mixed_bfloat16, which needs none")
-    refused = {"sharded": sharded, "lr_scaling": lr_scaling != "none", "use_ema": getattr(optimizer, "use_ema", False)}
-    check_options(refused, where)
+    options = {SHARDED: "sharded=True" * sharded, LR_SCALING: "lr_scaling" * (lr_scaling != "none")}
+    options[EMA] = "use_ema" * getattr(optimizer, "use_ema", False)
+    options[LOSS_SCALE] = "LossScaleOptimizer" * isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    check_mode(mode, options, where)
 
 
 def _statistics(model: Any) -> list[Any]:

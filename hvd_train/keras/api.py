@@ -20,6 +20,7 @@ os.environ.update(KERNELS | {"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ)
 import keras
 
 from hvd_train.compression import make
+from hvd_train.config.conflicts import COMPRESSION, LOSS_SCALE, check_together
 from hvd_train.config.modes import ALLREDUCE
 from hvd_train.core.agreement import collectively
 from hvd_train.errors import ConfigError
@@ -83,7 +84,7 @@ def distribute(
     apart = mode != ALLREDUCE
     if apart:
         chosen = {id(x): x for x in (*given_optimizers, *optimizers_of(model))}
-        collectively(communicator, lambda: check_apart(list(chosen.values()), sharded, lr_scaling, WHERE))
+        collectively(communicator, lambda: check_apart(list(chosen.values()), mode, sharded, lr_scaling, WHERE))
     compressor = make(compression, communicator.size, communicator.rank, **exchange.options(compression))
     before = getattr(model, MARK, None)
     # ``compile`` makes a new loss tracker: by it a later call sees whether the model was compiled again.
@@ -218,8 +219,9 @@ def _check(model: Any, user_optimizers: Any, lr_scaling: str, compression: str) 
     if lr_scaling == "linear" and world().size > 1 and any(int(x.iterations) for x in set(rates) - set(scaled)):
         fix = "multiply it yourself by hk.size() where it is not, without lr_scaling"
         raise _error("the optimizer has made steps before, perhaps with a learning rate that is multiplied", fix)
-    if compression != "none" and any(isinstance(x, keras.optimizers.LossScaleOptimizer) for x in optimizers):
-        raise _error("compression does not go with LossScaleOptimizer", "leave one out: a residual would keep an inf")
+    scaled_loss = any(isinstance(x, keras.optimizers.LossScaleOptimizer) for x in optimizers)
+    compressed = f"compression={compression!r}" * (compression != "none")
+    check_together({COMPRESSION: compressed, LOSS_SCALE: "LossScaleOptimizer" * scaled_loss}, WHERE)
     losses.check(model)
     alone = [x.name for x in model._flatten_layers() if getattr(x, "synchronized", False)]
     if alone:

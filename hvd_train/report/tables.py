@@ -46,16 +46,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return aligned(header, rows)
 
 
-def explanations(rows: Sequence[tuple[str, str, str, str]]) -> str:
-    """Return (key, type, default, meaning) rows as text, wrapped to the terminal; on a pipe one line per row."""
+def explanations(rows: Sequence[tuple[str, str, str, str]], sentences: Sequence[str] = ()) -> str:
+    """Return (key, type, default, meaning) rows, and the sentences below them, wrapped to the terminal.
+
+    On a pipe each is one line.
+    """
     if not sys.stdout.isatty():
-        return aligned(["key", "type", "default", "meaning"], rows)
+        return "\n".join([aligned(["key", "type", "default", "meaning"], rows), *sentences])
     width = shutil.get_terminal_size().columns
     blocks = []
     for key, kind, default, meaning in rows:
         kind = kind.replace("|", " | ")  # so that a long list of words can be broken
         blocks.append(textwrap.fill(f"{key}: {kind}; default {default}", width, subsequent_indent="      "))
         blocks.append(textwrap.fill(meaning, width, initial_indent="    ", subsequent_indent="    "))
+    blocks += [textwrap.fill(sentence, width, subsequent_indent="    ") for sentence in sentences]
     return "\n".join(blocks)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from hvd_train.compression import make
 from hvd_train.config import ExchangeConfig
+from hvd_train.config.conflicts import LOCAL, LOCAL_SCRIPT, VERIFY, Feature, check_together
 from hvd_train.core.mean import differing, mean
 from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, amount
 from hvd_train.frontends.base import checksum
@@ -301,17 +302,11 @@ class TrainedApart:
         self.update.load(tree, Placement.REPLICATED)
 
 
-def check_options(refused: Mapping[str, bool], where: str) -> None:
-    """Raise ConfigError for an option that does not go with ranks that train apart, and in verify.
-
-    ``refused``: {option: whether it is set}.
-    """
-    for what, is_set in refused.items():
-        if is_set:
-            raise ConfigError(f"{what} does not go with ranks that train apart", where=where, fix=f"leave {what} out")
-    if recording():
-        what = "verify compares N ranks with one, and ranks that train apart differ from it"
-        raise ConfigError(what, where=where, fix="verify without it")
+def check_mode(mode: str, options: Mapping[Feature, str], where: str) -> None:
+    """Raise ConfigError for an option that does not go with ``mode``. ``options``: as in ``check_together``."""
+    name = f"mode={mode!r}"
+    verify = "hvd-train verify" * bool(recording())
+    check_together({**options, VERIFY: verify, LOCAL: name, LOCAL_SCRIPT: name}, where)
 
 
 def named(communicator: Communicator, number: int) -> Communicator:

@@ -149,7 +149,7 @@ def distribute(
     numbers = collectively(communicator, lambda: check_elementwise(optimizers)) if sharded else []
     exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options, overlap, mode))
     if mode != ALLREDUCE:
-        collectively(communicator, lambda: check_apart(models, optimizers, sync_batchnorm, average, sharded))
+        collectively(communicator, lambda: check_apart(models, optimizers, mode, sync_batchnorm, average, sharded))
     every = agreement_every_n_steps
     _synchronize_start(
         whole, optimizers, f"{compression} {overlap} {sync_batchnorm} {average} {sharded} {mode} {every} {options}"

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from hvd_train.config.conflicts import SHARDED, SUMMED, SYNC_BATCHNORM
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.protocol import Communicator
-from hvd_train.script.apart import check_options
+from hvd_train.script.apart import check_mode
 from hvd_train.torch import registry
 from hvd_train.torch.bit_sum import bits
 from hvd_train.torch.elementwise import numbers_of
@@ -96,7 +97,7 @@ def check_elementwise(optimizers: Sequence[torch.optim.Optimizer]) -> list[froze
 
 
 def check_apart(
-    models: Sequence[Any], optimizers: Sequence[Any], sync_batchnorm: bool, average: bool, sharded: bool
+    models: Sequence[Any], optimizers: Sequence[Any], mode: str, sync_batchnorm: bool, average: bool, sharded: bool
 ) -> None:
     """Raise ConfigError where the ranks cannot train apart."""
     where = f"{WHERE}(mode=...)"
@@ -105,8 +106,8 @@ def check_apart(
     held = {id(p) for group in optimizers[0].param_groups for p in group["params"]}
     if not held <= {id(p) for p in models[0].parameters()}:
         refuse("the optimizer trains another model as well", "make it of this model's parameters()", where)
-    refused = {"sync_batchnorm": sync_batchnorm, "average=False": not average, "sharded": sharded}
-    check_options(refused, where)
+    options = {SYNC_BATCHNORM: "sync_batchnorm=True" * sync_batchnorm, SUMMED: "average=False" * (not average)}
+    check_mode(mode, options | {SHARDED: "sharded=True" * sharded}, WHERE)
 
 
 def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:

@@ -29,7 +29,7 @@ from tests.cli.running import run
         (["fit", "-c", "nothing.yaml"], "cannot read the configuration: No such file or directory; nothing.yaml"),
         (["fit", "--set", "optim.lrr=1"], "--set optim.lrr=1: optim.lrr: unknown key; did you mean 'optim.lr'?"),
         (["fit", "--set", "optim.rl=1"], "--set optim.rl=1: optim.rl: unknown key; did you mean 'optim.lr'?"),
-        (["fit", "--set", "batch_size=3", "--set", "global_batch_size=6"], "not both"),
+        (["fit", "--set", "batch_size=3", "--set", "global_batch_size=6"], "does not go with batch_size: 3"),
         (["fit", "--set", "lr"], "--set lr: not of the form key=value"),
         (["eval"], "which run?"),
         (["eval", "--run-dir", "nowhere"], "no such run folder; nowhere; it starts in the current folder, "),

@@ -106,8 +106,6 @@ def test_a_run_goes_on_without_the_mean_and_with_one(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["exchange.mode=local_sgd"], "ema: ranks move their weights apart with exchange.mode: local_sgd"),
-        (["exchange.mode=async"], "ema: ranks move their weights apart with exchange.mode: async, and have no average"),
         (["ema.decay=1"], "ema.decay: must be < 1.0, not 1"),
         (["ema.every_n_steps=0"], "ema.every_n_steps: must be > 0, not 0"),
     ],

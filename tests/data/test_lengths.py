@@ -201,12 +201,8 @@ def test_ragged_data_without_the_key_name_it():
         ({"lengths": {"buckets": [20, 10]}}, "must rise"),
         ({"lengths": {"max_length": 10, "buckets": [20]}}, "20 is more than max_length"),
         ({"lengths": {"mask": "a b"}}, "the name of an argument"),
-        ({"lengths": {}, "transforms": ["mixup"]}, "mixup changes samples of one shape"),
-        ({"lengths": {}, "target": "inputs"}, "are not learned"),
     ],
 )
 def test_mistakes_in_the_configuration(keys, words):
     with pytest.raises(ConfigError, match=words):
         load_config(base={"data": keys})
-    with pytest.raises(ConfigError, match="stages exchange activations of one shape"):
-        load_config(base={"data": {"lengths": {}}, "parallel": {"pipeline": 2}})

@@ -230,8 +230,6 @@ def test_mistakes_in_the_configuration():
 
     with pytest.raises(ConfigError, match="random_vertical_flip must stand before mixup"):
         loaded(["mixup", "random_vertical_flip"])
-    with pytest.raises(ConfigError, match=r"task.class_weights.*with mixup take data.sampling: balanced instead"):
-        loaded(["mixup"], class_weights="balanced")
     with pytest.raises(ConfigError, match="alpha"):
         loaded([{"name": "mixup", "alpha": 0}])
     loaded(["mixup", "cutmix", {"name": "normalize", "mean": 0.5, "std": 0.5}])

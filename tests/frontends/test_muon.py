@@ -89,14 +89,6 @@ def test_all_others_move_by_adamw(framework, shape):
     np.testing.assert_allclose(moved, by_torch("AdamW", weight, gradients, weight_decay=0.125), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        (["optim.momentum=0"], "optim.momentum: muon needs one, for example 0.95"),
-        (["optim.sharded=true"], "optim.sharded: muon needs whole matrices, of which each rank would have a part"),
-    ],
-)
-def test_what_muon_needs(keys, words):
-    with pytest.raises(ConfigError) as raised:
-        load_config(None, ["optim.name=muon", "optim.momentum=0.9", *keys])
-    assert words in str(raised.value)
+def test_muon_needs_momentum():
+    with pytest.raises(ConfigError, match=r"optim.momentum: muon needs one, for example 0\.95"):
+        load_config(None, ["optim.name=muon"])

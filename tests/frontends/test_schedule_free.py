@@ -135,11 +135,8 @@ def test_training_goes_on_with_the_bits_that_it_had(framework):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["ema.decay=0.9"], "ema: schedule_free_sgd averages the weights by itself: leave ema out"),
-        (["exchange.mode=outer"], "optim.name: ranks move their weights apart with exchange.mode: outer"),
         (["optim.betas=[0, 0.9]"], "optim.betas: schedule_free_sgd needs a first one > 0"),
         (["optim.momentum=0.9"], "optim.momentum: belongs to sgd or lars or rmsprop or muon, not schedule_free_sgd"),
-        (["parallel.pipeline=2"], "optim.name: pipeline stages do not go with schedule_free_sgd"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(keys, words):

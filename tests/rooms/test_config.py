@@ -123,7 +123,6 @@ def test_every_key_is_explained():
         ("exchange.compensation=0.1", ["belongs to mode: delayed, not allreduce"]),
         ("exchange.async_steps=4", ["belongs to mode: async, not allreduce"]),
         ("exchange.async_pull=1.5", ["<= 1"]),
-        ("exchange.compression_error_every_n_steps=4", ["needs a compression"]),
         ("exchange.overlap=maybe", ["exchange.overlap", "'auto'"]),
         ("run_dir=' '", ["run_dir", "empty"]),
         ("foo", ["key=value"]),
@@ -140,10 +139,6 @@ def test_a_mistake_on_the_command_line(setting, words):
 
 
 def test_combinations():
-    (line,) = lines("batch_size=3", "global_batch_size=4")
-    assert "not both" in line
-    (line,) = lines("optim.warmup_epochs=1", "optim.warmup_steps=4")
-    assert "not both" in line
     (line,) = lines("optim.name=adam", "optim.momentum=0.9")
     assert "sgd" in line
     (line,) = lines("optim.name=lamb", "optim.momentum=0.9")
@@ -155,20 +150,9 @@ def test_combinations():
     (line,) = lines("exchange.compression=fp16", "exchange.ratio=0.1")
     assert "exchange.ratio: belongs to compression: topk, not fp16" in line
     assert load_config(None, ["exchange.compression=auto", "exchange.ratio=0.1", "exchange.rank=2"]).exchange.rank == 2
-    (line,) = lines("exchange.compression=fp16", "exchange.mode=partial")
-    assert "exchange.compression: gradients do not travel with mode: partial" in line
-    assert load_config(None, ["exchange.compression=topk", "exchange.mode=delayed"]).exchange.delay == 1
     (line,) = lines("exchange.mode=delayed", "exchange.delay=-1")
     assert "exchange.delay" in line and ">= 0" in line
-    (line,) = lines("exchange.op=adasum", "exchange.mode=delayed")
-    assert "exchange.op: adasum goes with" in line
-    (line,) = lines("exchange.op=adasum", "exchange.mode=local_sgd")
-    assert "exchange.op: adasum goes with" in line
-    (line,) = lines("exchange.mode=async", "sync_batchnorm=true")
-    assert "sync_batchnorm: needs ranks that take each step together" in line
     assert len(lines("exchange.mode=async", "on_nonfinite=skip", "precision=16-mixed")) == 2
-    (line,) = lines("device=cpu", "devices=[0]")
-    assert "devices" in line
 
 
 def test_all_mistakes_at_once_in_the_order_of_the_file(tmp_path):
@@ -189,7 +173,7 @@ def test_all_mistakes_at_once_in_the_order_of_the_file(tmp_path):
 def test_a_key_that_does_not_go_with_others_has_its_place(tmp_path):
     path = write(tmp_path, "seed: 1\noptim:\n  lr: 1\n  sharded: true\n")
     found = lines("checkpoint.monitor=val_acc", "exchange.mode=partial", path=path)
-    assert found[0].startswith(f"{path}:4: optim.sharded: ranks move their weights apart")
+    assert found[0].startswith(f"{path}:4: optim.sharded: does not go with exchange.mode: partial")
     assert found[1].startswith("--set checkpoint.monitor=val_acc: checkpoint.monitor: unknown 'val_acc'; did you mean")
 
 

@@ -139,8 +139,6 @@ MISTAKES = [
     ("pytorch", "tests.stages.models:pytorch_tuple", [SPLIT], "block 0 (Two) gives tuple, and n"),
     ("tensorflow", "tests.stages.models:keras_mask", [SPLIT], "block 2 (masking) gives a mask be"),
     ("tensorflow", "tests.stages.models:keras_regular", [SPLIT], "the model adds losses of its ow"),
-    ("pytorch", "", [SPLIT, "optim.sharded=true"], "pipeline stages do not go wit"),
-    ("pytorch", "", [SPLIT, "exchange.mode=local_sgd"], "pipeline stages do not"),
 ]
 
 

@@ -163,13 +163,6 @@ def test_a_server_comes_with_a_warning():
     assert len(notes) == 1 and "more ranks are hardly faster" in notes[0]
 
 
-def test_a_server_moves_as_far_as_scaling_does_and_refuses_it():
-    optim = {"lr_scaling": "linear", "lr_reference_batch": 32}
-    with pytest.raises(ValueError, match="optim.lr_scaling|the changes of N ranks are added up"):
-        Config.model_validate({"exchange": {"mode": "parameter_server"}, "optim": optim})
-    assert Config.model_validate({"exchange": {"mode": "async"}, "optim": optim}).optim.lr_scaling == "linear"
-
-
 def test_windows_lose_nothing():
     def work(communicator):
         window = communicator.window(4 if communicator.rank == 1 else 0, "float64")
@@ -187,20 +180,3 @@ def test_windows_lose_nothing():
     found = np.zeros(2, np.int64)
     alone.read(0, found)
     assert found.tolist() == [3, 6]
-
-
-@pytest.mark.parametrize(
-    ("keys", "what"),
-    [
-        ({"sync_batchnorm": True}, "sync_batchnorm: needs ranks that take each step together"),
-        ({"on_nonfinite": "skip"}, "on_nonfinite: needs ranks"),
-        ({"on_nonfinite": "rollback"}, "on_nonfinite: needs ranks"),
-        ({"precision": "16-mixed"}, "precision: needs ranks"),
-        ({"exchange": {"mode": "async", "compression": "topk"}}, "gradients do not travel with mode: async"),
-        ({"exchange": {"mode": "async", "async_pull": 1.5}}, "less than or equal to 1"),
-        ({"exchange": {"async_steps": 3}}, "belongs to mode: async, not allreduce"),
-    ],
-)
-def test_what_makes_ranks_wait_is_refused(keys, what):
-    with pytest.raises(ValueError, match=what):
-        Config.model_validate({"exchange": {"mode": "async"}} | keys)

@@ -243,13 +243,6 @@ def test_a_step_in_between_reads_no_weight(monkeypatch):
         (["exchange.outer_steps=4"], "exchange.outer_steps: belongs to mode: outer"),
         (["exchange.mode=outer", "exchange.outer_steps=0"], "exchange.outer_steps"),
         (["exchange.mode=outer", "exchange.outer_momentum=1"], "exchange.outer_momentum"),
-        (["exchange.mode=outer", "exchange.outer_feedback=0.5"], "needs a compression"),
-        (["exchange.mode=outer", "optim.sharded=true"], "optim.sharded: ranks move their weights apart"),
-        (["exchange.mode=outer", "exchange.op=adasum"], "exchange.op: adasum goes with"),
-        (
-            ["exchange.mode=outer", "exchange.compression=topk", "exchange.compression_error_every_n_steps=5"],
-            "exchange.compression_error_every_n_steps: gradients do not travel with mode: outer",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(keys, words):

@@ -97,7 +97,6 @@ WRONG = {
     '[{match: "a", freeze: true, lr: 0.1}]': "optim.groups.0.freeze: frozen weights have no lr and no weight_decay",
     '[{match: "a", frozen: true}]': "optim.groups.0.frozen: unknown key; did you mean 'optim.groups.0.freeze'?",
 }
-LATER = 'optim.groups=[{match: "a", freeze: true, until_epoch: 2}]'
 
 
 @pytest.mark.parametrize(("value", "message"), WRONG.items(), ids=WRONG)
@@ -105,13 +104,6 @@ def test_a_group_that_says_nothing_or_too_much_is_refused(value, message):
     with pytest.raises(ConfigError) as caught:
         load_config(None, [f"optim.groups={value}"])
     assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("other", ["optim.sharded=true", "exchange.mode=local_sgd", "on_nonfinite=rollback"])
-def test_what_does_not_go_with_weights_that_are_trained_later(other):
-    with pytest.raises(ConfigError, match=f"{other.partition('=')[0]}: does not go with until_epoch of optim.groups"):
-        load_config(None, [LATER, other])
-    load_config(None, [LATER.replace(", until_epoch: 2", ""), other])
 
 
 GROUPS = [

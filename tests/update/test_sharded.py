@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from hvd_train.compression.uncompressed import Uncompressed
 from hvd_train.config import load_config
-from hvd_train.errors import ConfigError
 from hvd_train.frontends.host_memory import VARIABLE, HostMemory
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Packing, TensorSpec
@@ -112,18 +111,3 @@ def test_hosts_send_each_other_what_their_ranks_have_in_common(monkeypatch, rank
     else:
         hosts = ranks // together
         assert sum(out for out, _ in sent) <= 2 * (hosts - 1) * (entries / ranks + len(flats))
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        (["exchange.mode=partial"], "optim.sharded: ranks move their weights apart with exchange.mode: partial"),
-        (["exchange.mode=local_sgd"], "optim.sharded: ranks move their weights apart with exchange.mode: local_sgd"),
-        (["exchange.mode=delayed"], "optim.sharded: each rank keeps whole gradients with exchange.mode: delayed"),
-        (["exchange.op=adasum"], "optim.sharded: adasum joins whole tensors"),
-    ],
-)
-def test_what_a_sharded_optimizer_cannot_do_is_refused(keys, words):
-    with pytest.raises(ConfigError) as raised:
-        load_config(None, ["optim.sharded=true", *keys])
-    assert words in str(raised.value)

@@ -104,10 +104,8 @@ def test_more_parts_than_tensors_are_refused():
     [
         (["exchange.fragments=4"], "exchange.fragments: must divide outer_steps, and 4 does not divide 30"),
         (["exchange.stream_delay=10"], "exchange.stream_delay: must be less than outer_steps / fragments, 10"),
-        (["exchange.compression=topk"], "exchange.compression: gradients do not travel with mode: streaming"),
         (["exchange.outer_feedback=0.5"], "exchange.outer_feedback: belongs to mode: outer, not streaming"),
         (["exchange.mix=1.5"], "exchange.mix"),
-        (["optim.sharded=true"], "optim.sharded: ranks move their weights apart"),
     ],
 )
 def test_what_cannot_be_is_refused(keys, words):

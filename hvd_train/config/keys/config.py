@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
+from hvd_train.config.conflicts import refused
 from hvd_train.config.keys.average import EmaConfig, SwaConfig
 from hvd_train.config.keys.checkpoint import CheckpointConfig, EarlyStoppingConfig
 from hvd_train.config.keys.data import DataConfig
@@ -16,7 +17,7 @@ from hvd_train.config.keys.parallel import PER_STAGE, ParallelConfig
 from hvd_train.config.keys.section import Count, OneOf, Positive, Section, free, raise_problems
 from hvd_train.config.keys.slurm import SlurmConfig
 from hvd_train.config.keys.task import TaskConfig
-from hvd_train.config.modes import ALLREDUCE, MODES
+from hvd_train.config.modes import MODES
 from hvd_train.config.names import did_you_mean
 from hvd_train.config.trackers import TRACKERS
 from hvd_train.frameworks import FRAMEWORKS
@@ -125,8 +126,6 @@ class Config(Section):
     @model_validator(mode="after")
     def _combinations(self) -> Config:
         problems = []
-        if self.batch_size and self.global_batch_size:
-            problems.append(("global_batch_size", "give batch_size (per rank) or global_batch_size, not both"))
         monitors = [f"{part}_{name}" for part in ("val", "train") for name in self.task.names]
         rules = self._watching
         problems += [
@@ -149,111 +148,13 @@ class Config(Section):
             problems.append(("hooks", f"name a class as package.module:Class, not {strange[0]!r}"))
         if not self.run_dir.strip():
             problems.append(("run_dir", "must not be empty"))
-        if self.optim.sharded and self.exchange.mode != ALLREDUCE:
-            what = (
-                "each rank keeps whole gradients"
-                if MODES[self.exchange.mode].exact
-                else "ranks move their weights apart"
-            )
-            problems.append(("optim.sharded", f"{what} with exchange.mode: {self.exchange.mode}"))
-        problems += self._of_averages()
-        if self.optim.sharded and self.exchange.op == "adasum":
-            problems.append(("optim.sharded", "adasum joins whole tensors, and gives no rank a part of them"))
-        if any(group.until_epoch for group in self.optim.groups):
-            problems += self._not_with_unfreezing()
-        mode = MODES[self.exchange.mode]
-        if mode.sums and self.optim.lr_scaling != "none":
-            what = "the changes of N ranks are added up, which is N times the rate already"
-            problems.append(("optim.lr_scaling", f"with exchange.mode: {self.exchange.mode} {what}"))
-        if not mode.lockstep:
-            problems += self._needs_lockstep()
-        if mode.note:
-            self._notes.append(f"exchange.mode: {self.exchange.mode}: {mode.note}")
-        problems += self._classes_weighted_twice()
-        if self.parallel.pipeline > 1 and self.data.lengths:
-            problems.append(("data.lengths", "stages exchange activations of one shape: leave parallel.pipeline out"))
-        problems += self._not_with_stages() if self.parallel.pipeline > 1 else []
-        problems += self._not_with_devices() if self.parallel.devices_per_rank > 1 else []
-        if self.devices is not None and self.device == "cpu":
-            problems.append(("devices", "names GPUs, but device is cpu"))
+        if self.swa and not self.max_steps and self.swa.epochs > (self.max_epochs or 0):
+            problems.append(("swa.epochs", f"needs max_epochs of {self.swa.epochs} at least"))
+        if note := MODES[self.exchange.mode].note:
+            self._notes.append(f"exchange.mode: {self.exchange.mode}: {note}")
+        problems += refused(self)
         raise_problems(problems)
         return self
-
-    def _of_averages(self) -> list[tuple[str, str]]:
-        """Return what is wrong with a training that stands for averages of its weights."""
-        keys = {"ema": bool(self.ema), "swa": bool(self.swa), "optim.name": self.optim.schedule_free}
-        used = [key for key, there in keys.items() if there]
-        if len(used) > 1 and self.optim.schedule_free:
-            return [(used[0], f"{self.optim.name} averages the weights by itself: leave {used[0]} out")]
-        if len(used) > 1:
-            return [("swa", "ema averages the weights already: leave one of them out")]
-        if self.swa and (self.max_steps or self.swa.epochs > (self.max_epochs or 0)):
-            return [("swa.epochs", f"needs a length in epochs, with max_epochs of {self.swa.epochs} at least")]
-        if used and not MODES[self.exchange.mode].exact:
-            apart = f"ranks move their weights apart with exchange.mode: {self.exchange.mode}, and have no average"
-            return [(used[0], apart)]
-        return []
-
-    def _classes_weighted_twice(self) -> list[tuple[str, str]]:
-        """Return the keys by which classes are weighed and drawn or mixed at once."""
-        weights, data = self.task.class_weights, self.data
-        if weights == "balanced" and data.sampling == "balanced":
-            what = "balanced, and task.class_weights: balanced would make up for rare classes once more: leave one out"
-            return [("data.sampling", what)]
-        if weights is not None and data.first_mixing < len(data.transforms):
-            what = f"with {data.transforms[data.first_mixing].name} take data.sampling: balanced instead"
-            return [("task.class_weights", what)]
-        return []
-
-    def _needs_lockstep(self) -> list[tuple[str, str]]:
-        """Return the keys that make ranks wait for one another within an epoch, where the mode lets none wait."""
-        keys = {
-            "sync_batchnorm": self.sync_batchnorm,
-            "on_nonfinite": self.on_nonfinite != "stop",
-            "precision": self.precision == "16-mixed",
-        }
-        why = f"needs ranks that take each step together, and with exchange.mode: {self.exchange.mode} none waits"
-        return [(key, why) for key, needed in keys.items() if needed]
-
-    def _not_with_unfreezing(self) -> list[tuple[str, str]]:
-        """Return what does not go with weights that are trained from some epoch on."""
-        wrong = {
-            "optim.sharded": self.optim.sharded,
-            "exchange.mode": self.exchange.mode != ALLREDUCE,
-            "on_nonfinite": self.on_nonfinite == "rollback",  # the checkpoint may have fewer slots
-            "swa": bool(self.swa),
-            "ema": bool(self.ema),  # and the averages of all would begin anew
-            "optim.name": self.optim.schedule_free,
-        }
-        why = "does not go with until_epoch of optim.groups: leave one of them out"
-        return [(key, why) for key, used in wrong.items() if used]
-
-    def _not_with_stages(self) -> list[tuple[str, str]]:
-        """Return what pipeline stages do not go with."""
-        exchange, no = self.exchange, "pipeline stages do not go with"
-        wrong = {
-            "optim.sharded": self.optim.sharded and "it: each rank has the slots of its stage alone already",
-            "model.init_from": self.model.init_from and "it",
-            "optim.groups": self.optim.groups and "it",
-            "optim.name": (self.optim.is_users and "an optimizer of yours")
-            or (self.optim.schedule_free and self.optim.name),
-            "ema": self.ema and "it",
-            "swa": self.swa and "it",
-            "exchange.mode": exchange.mode != ALLREDUCE and f"mode: {exchange.mode}",
-            "exchange.op": exchange.op != "average" and f"op: {exchange.op}",
-            "exchange.compression": exchange.compression == "auto" and "auto, which chooses for a whole model",
-            "exchange.compression_error_every_n_steps": exchange.compression_error_every_n_steps and "it",
-        }
-        return [(key, f"{no} {why}") for key, why in wrong.items() if why]
-
-    def _not_with_devices(self) -> list[tuple[str, str]]:
-        """Return what several devices of a rank do not go with."""
-        wrong = {
-            "optim.sharded": self.optim.sharded and "it: the slots of a block lie on its device",
-            "optim.groups": self.optim.groups and "it",
-            "optim.name": self.optim.is_users and "an optimizer of yours",
-        }
-        return [(key, f"parallel.devices_per_rank does not go with {why}") for key, why in wrong.items() if why]
 
     @property
     def _watching(self) -> list[tuple[str, Any]]:

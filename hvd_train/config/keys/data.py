@@ -98,8 +98,6 @@ class DataConfig(Section):
         if after:
             what = f"{after[0]} must stand before {names[self.first_mixing]}, which mixes finished samples"
             raise_problems([("transforms", what)])
-        if self.lengths:
-            raise_problems(self._not_with_lengths(names))
         if self.name == "labeled_text" and not self.lengths:
             raise_problems([("lengths", "labeled_text needs it, for example {max_length: 256, truncate: true}")])
         if self.name not in ("table", "labeled_text"):
@@ -112,13 +110,6 @@ class DataConfig(Section):
         if self.num_classes and self.num_classes < len(listed):
             raise_problems([("num_classes", f"{self.num_classes}, and data.classes names {len(listed)}: leave it out")])
         return self
-
-    def _not_with_lengths(self, transforms: list[str]) -> list[tuple[str, str]]:
-        wrong = [name for name in transforms if name != "normalize"]
-        problems = [("transforms", f"{name} changes samples of one shape, not of data.lengths") for name in wrong[:1]]
-        if self.target == "inputs":
-            problems.append(("target", "inputs of different lengths (data.lengths) are not learned"))
-        return problems
 
     @property
     def first_mixing(self) -> int:

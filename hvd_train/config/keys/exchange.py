@@ -86,16 +86,6 @@ class ExchangeConfig(Section):
             names = [name for name, row in MODES.items() if option in row.options]
             if self.mode not in names and self._is_set(option):
                 problems.append((option, f"belongs to mode: {' or '.join(names)}, not {self.mode}"))
-        if self.compression != "none" and not MODES[self.mode].compression:
-            problems.append(("compression", f"gradients do not travel with mode: {self.mode}"))
-        if self.op == "adasum" and (self.compression != "none" or self.mode != ALLREDUCE):
-            problems.append(("op", "adasum goes with compression: none and mode: allreduce"))
-        if self.compression_error_every_n_steps and self.compression == "none":
-            problems.append(("compression_error_every_n_steps", "needs a compression to look at"))
-        elif self.compression_error_every_n_steps and MODES[self.mode].deltas:
-            problems.append(("compression_error_every_n_steps", f"gradients do not travel with mode: {self.mode}"))
-        if self._is_set("outer_feedback") and self.mode == "outer" and self.compression == "none":
-            problems.append(("outer_feedback", "needs a compression, which leaves something out"))
         raise_problems([*problems, *self._stream_problems()])
         return self
 

@@ -123,8 +123,6 @@ class OptimConfig(Section):
             problems.append(("nesterov", "needs momentum > 0"))
         if spec.momentum and not self.momentum:
             problems.append(("momentum", f"{self.name} needs one, for example {spec.momentum}"))
-        if spec.undivided and self.sharded:
-            problems.append(("sharded", f"{self.name} {spec.undivided}"))
         if spec.schedule_free and not self.betas[0]:
             problems.append(("betas", f"{self.name} needs a first one > 0"))
         raise_problems(problems + self._rate_problems() + self._schedule_problems())
@@ -137,29 +135,16 @@ class OptimConfig(Section):
 
     def _users_problems(self) -> list[tuple[str, str]]:
         fields = type(self).model_fields
-        problems = [
+        return [
             (key, "belongs to built-in optimizers; give it in your function")
             for key in _BUILT_IN
             if getattr(self, key) != fields[key].default
         ]
-        if self.sharded:
-            problems.append(
-                ("sharded", "needs a built-in optimizer: parts of an optimizer of yours could do otherwise")
-            )
-        if any(group.lr is not None or group.weight_decay is not None for group in self.groups):
-            problems.append(("groups", "set lr and weight_decay of an optimizer of yours in its function"))
-        if any(group.until_epoch for group in self.groups):
-            problems.append(
-                ("groups", "until_epoch needs a built-in optimizer; one of yours gets its weights at the start")
-            )
-        return problems
 
     def _rate_problems(self) -> list[tuple[str, str]]:
         problems = []
         if self.lr_scaling != "none" and self.lr_reference_batch is None:
             problems.append(("lr_scaling", "needs lr_reference_batch: the global batch that lr was chosen for"))
-        if self.warmup_epochs and self.warmup_steps:
-            problems.append(("warmup_steps", "give warmup_epochs or warmup_steps, not both"))
         return problems
 
     @property
@@ -179,6 +164,4 @@ class OptimConfig(Section):
             problems.append(("milestones", "schedule: multistep needs them, for example [30, 60]"))
         if self.milestones != sorted(set(self.milestones)):
             problems.append(("milestones", "must grow"))
-        if self.schedule == "one_cycle" and (self.warmup_epochs or self.warmup_steps):
-            problems.append(("schedule", "one_cycle rises by itself: leave the warm-up out, or take cosine"))
         return problems

@@ -37,9 +37,6 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _combinations(self) -> ParallelConfig:
         problems = []
-        if self.pipeline > 1 and self.devices_per_rank > 1:
-            what = "a rank that holds a stage has one device; set parallel.pipeline or parallel.devices_per_rank to 1"
-            problems.append(("devices_per_rank", what))
         if self.split != "auto" and self.pipeline > 1 and len(self.split) != self.pipeline:
             problems.append(("split", f"{len(self.split)} numbers of blocks for {self.pipeline} stages"))
         if self.split != "auto" and self.devices_per_rank > 1 and len(self.split) != self.devices_per_rank:

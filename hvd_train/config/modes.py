@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class ModeSpec:
-    """An update: the value of ``exchange.mode``.
+    """An update: a value of ``exchange.mode``, or what other keys put in its place.
 
     ``made_by``: the file in ``hvd_train/update``, and the class in it. ``options``: the keys of ``exchange`` that are
     its, with which the class is called. ``gradients``: whether gradients travel, or stay on their rank. ``exact``:
@@ -21,7 +21,8 @@ class ModeSpec:
     ``interval``: the option with the steps between two joins of the ranks. ``result``: whether evaluations and the
     result have the weights of the last join alone, "all" of them or "parts" at a time; "": they have all steps.
     ``scripts``: the options that ``ht.distribute`` and ``hk.distribute`` take; None: they refuse the mode. The class of
-    such a mode is derived from ``Outer``.
+    such a mode is derived from ``Outer``. ``shares_memory``: ranks of a host can have the weights in common; the class
+    is called with whether they may.
     """
 
     made_by: str
@@ -36,6 +37,7 @@ class ModeSpec:
     interval: str = ""
     result: Literal["", "all", "parts"] = ""
     scripts: tuple[str, ...] | None = None
+    shares_memory: bool = False
 
     @property
     def update_class(self) -> Any:
@@ -77,3 +79,6 @@ MODES = {
     ),
     "parameter_server": ModeSpec("parameter_server:ParameterServer", lockstep=False, sums=True, note=DOES_NOT_SCALE),
 }
+# What stands in the place of ``allreduce`` with optim.sharded and with parallel.pipeline.
+SHARDED = ModeSpec("sharded:Sharded", gradients=True, exact=True, compression=True, shares_memory=True)
+STAGES = ModeSpec("staged:Staged", gradients=True, exact=True, compression=True)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import cast
-
 from hvd_train.compression import make
 from hvd_train.config.conflicts import check_ranks
 from hvd_train.core.training import Training
@@ -15,14 +11,10 @@ from hvd_train.jobs.job import Job
 from hvd_train.protocol import Communicator, Compressor, Model, Placement, Update
 from hvd_train.run_folder.terminal import say
 from hvd_train.update import auto, make_update
+from hvd_train.update.averaged import averaged
 from hvd_train.update.clip import Clip
-from hvd_train.update.ema import ExponentialMean
-from hvd_train.update.epoch_mean import EpochMean
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.parameter_groups import ParameterGroups, Rule
-from hvd_train.update.replicated import Replicated
-from hvd_train.update.schedule_free import ScheduleFree
-from hvd_train.update.sharded import Sharded, ShardedExchange
 from hvd_train.update.state import read
 
 
@@ -32,18 +24,6 @@ def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0
     ``user_hooks``: code of the user is called between steps, and may change weights; ``epoch``: the one (from 0) that
     says which weights are frozen.
     """
-    update, compression = _connect(job, compression, user_hooks, epoch)
-    config = job.config
-    if config.ema:
-        update.keep_average(partial(ExponentialMean, decay=config.ema.decay, every=config.ema.every_n_steps))
-    if config.swa:
-        update.keep_average(partial(EpochMean, epochs=config.swa.epochs))
-    if config.optim.schedule_free:
-        update.keep_average(partial(ScheduleFree, beta=config.optim.betas[0]))
-    return update, compression
-
-
-def _connect(job: Job, compression: str, user_hooks: bool, epoch: int) -> tuple[Update, str]:
     config, frontend, groups = job.config, job.frontend, job.frontend.groups
     rules = _freeze(job, epoch) if config.optim.groups else []
     options, specs = config.exchange, frontend.specs()
@@ -59,8 +39,8 @@ def _connect(job: Job, compression: str, user_hooks: bool, epoch: int) -> tuple[
             listed = ", ".join(f"{name} {1000 * s:,.1f} ms" for name, s in seconds.items())
             say(f"exchange.compression: auto takes {compression} (an exchange: {listed})")
 
-    def build(over: Communicator, kind: Callable[..., Exchange] = Exchange) -> Exchange:
-        return kind(
+    def build(over: Communicator) -> Exchange:
+        return Exchange(
             specs,
             frontend.packing,
             compressor(compression),
@@ -72,16 +52,9 @@ def _connect(job: Job, compression: str, user_hooks: bool, epoch: int) -> tuple[
             world=groups.world,
         )
 
-    if groups.links:
-        from hvd_train.update.staged import StagedExchange, StagedFrontEnd
-
-        exchange = build(groups.data, partial(StagedExchange, frontend=cast(StagedFrontEnd, frontend)))
-        return Replicated(frontend, exchange), compression
-    if config.optim.sharded:
-        # In shared memory, what a hook does to the weights on each of N ranks would be done N times.
-        sharded = cast(ShardedExchange, build(groups.data, ShardedExchange))
-        return Sharded(frontend, sharded, share_memory=not user_hooks), compression
-    return make_update(options, frontend, build, Serial()), compression
+    # In shared memory, what a hook does to the weights on each of N ranks would be done N times.
+    update = make_update(options, frontend, build, Serial(), config.update_spec, share_memory=not user_hooks)
+    return averaged(config, update), compression
 
 
 def _freeze(job: Job, epoch: int) -> list[Rule]:

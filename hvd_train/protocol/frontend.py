@@ -12,7 +12,7 @@ from hvd_train.protocol.communicator import Groups
 from hvd_train.protocol.data import Batch, Sample
 from hvd_train.protocol.ops import Ops
 from hvd_train.protocol.tensors import Tensor, TensorSpec, Tree
-from hvd_train.protocol.update import HostMemory, Optimizer, Packing, ShardedOptimizer, Update
+from hvd_train.protocol.update import DividedUpdate, HostMemory, Optimizer, Packing, ShardedOptimizer, StepUpdate
 
 # float64, as the task has them (task/task.py); by default [loss, number correct, number of samples].
 Sums = Tensor
@@ -125,10 +125,7 @@ class Parameters(Model, RunningStatistics, Protocol):
 
     packing: Packing
 
-    def host_memory(self) -> HostMemory | None:
-        """Connect the ranks that share the data, which all call this; None if they cannot share memory."""
-
-    def connect(self, update: Update) -> Optimizer | ShardedOptimizer:
+    def connect(self, update: StepUpdate) -> Optimizer:
         """Build the optimizer and its slots over the update's buckets, and take it for every later ``train_step``.
 
         Without it a front-end evaluates and predicts, and its state is weights and running statistics alone.
@@ -154,6 +151,16 @@ class Parameters(Model, RunningStatistics, Protocol):
         It calls ``start`` with the tensors; what it returns waits for the transfer and gives the result of ``finish``,
         called with that of ``start``. Neither reads weights or cells.
         """
+
+
+class Shardable(Parameters, Protocol):
+    """Trainable tensors of which each rank can move a part (``optim.sharded``)."""
+
+    def host_memory(self) -> HostMemory | None:
+        """Connect the ranks that share the data, which all call this; None if they cannot share memory."""
+
+    def connect_sharded(self, update: DividedUpdate) -> ShardedOptimizer:
+        """Do what ``connect`` does for an optimizer of this rank's parts."""
 
 
 class Trainable(FrontEndPart, Protocol):
@@ -226,7 +233,7 @@ class Runtime(Protocol):
         """Return the most memory of a GPU that this rank's tensors have taken; 0: they lie in the host's."""
 
 
-class FrontEnd(Parameters, Replica, WeightNames, StatisticsGathering, Trainable, Evaluable, Runtime, Protocol):
+class FrontEnd(Shardable, Replica, WeightNames, StatisticsGathering, Trainable, Evaluable, Runtime, Protocol):
     """A model, its optimizer and its device in one framework: all parts together, as a job opens and hands them on."""
 
 

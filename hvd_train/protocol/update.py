@@ -65,6 +65,7 @@ class Exchange(Protocol):
 
     communicator: Communicator
     ops: Ops
+    op: str  # "sum", "average" or "adasum"
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]:
@@ -131,29 +132,6 @@ class ShardedOptimizer(Protocol):
         """Take this rank's parts of whole slots by their names; others stay as they are."""
 
 
-class Averages(Protocol):
-    """Averages of the weights that an optimizer moves, for which the training stands (update/average.py)."""
-
-    needs_statistics: bool
-
-    @property
-    def ready(self) -> bool: ...
-
-    def end_epoch(self, epoch: int, epochs: int) -> None: ...
-
-    def end_training(self) -> bool: ...
-
-    def note(self) -> str: ...
-
-    def take_average(self, averages: Sequence[Tensor]) -> None: ...
-
-    def global_weights(self) -> Sequence[Tensor]:
-        """Return (n,) for each bucket: the averages of what this rank moves."""
-
-    def begin_average(self) -> None:
-        """Begin anew, with the weights that the model has as the averages."""
-
-
 class HostSums(Protocol):
     """Sums of flat tensors over the ranks of a host."""
 
@@ -208,24 +186,19 @@ class Entry:
     whole: Callable[[np.ndarray], np.ndarray] | None = None
 
 
-class Update(Protocol):
-    """Everything between the backward pass and new weights (update/replicated.py); called on all ranks alike."""
+class StepUpdate(Protocol):
+    """An update as a front-end calls it within a step (update/replicated.py)."""
 
     exchange: Exchange
-    diverged: bool  # whether the weights of the ranks' models may differ now
-    # A rank's gradient is the mean over its samples, not its part of the global mean.
-    local_gradients: bool
     delay: int  # steps for which a gradient that was handed in keeps its memory, as it is applied later
-    # All ranks take each step together. Else no rank waits for another while an epoch is trained (core/pace.py).
-    lockstep: bool
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]: ...
 
-    # Within a step: start for each bucket in any order, then finish once; reduce is both. Then step.
     def begin(self) -> None:
         """Start what travels during the next step: called before its backward pass, or after the step before it."""
 
+    # Start for each bucket in any order, then finish once; reduce is both. Then step.
     def start(self, bucket: int, gradient: Tensor) -> Any: ...
 
     def finish(self, started: Sequence[Any]) -> list[Tensor]: ...
@@ -238,7 +211,43 @@ class Update(Protocol):
 
     def compression_error(self, gradients: Sequence[Tensor]) -> Tensor: ...
 
-    # Between steps, on all ranks alike.
+
+class DividedUpdate(StepUpdate, Protocol):
+    """An update of which each rank has a part (update/sharded.py)."""
+
+    host: HostMemory | None  # of ranks that share the memory of the weights
+
+    def bounds(self, bucket: int) -> tuple[int, int]:
+        """Return the first entry of this rank's part of a bucket, and the one behind its last."""
+
+    def total(self, squares: list[Tensor]) -> Sequence[Tensor]:
+        """Join the sums of squares of parts of tensors over the ranks. All ranks call it, in the same order."""
+
+
+class Update(Protocol):
+    """Everything between the backward pass and new weights, as a training calls it between steps; on all ranks alike.
+
+    ``Averaged`` (update/averaged.py) is one around another one.
+    """
+
+    @property
+    def diverged(self) -> bool:
+        """Return whether the weights of the ranks' models may differ now."""
+
+    @property
+    def local_gradients(self) -> bool:
+        """Return whether a rank's gradient is the mean over its samples, not its part of the global mean."""
+
+    @property
+    def lockstep(self) -> bool:
+        """Return whether all ranks take each step together.
+
+        Else no rank waits for another while an epoch is trained (core/pace.py).
+        """
+
+    @property
+    def buckets(self) -> Sequence[Sequence[int]]: ...
+
     def before_step(self, step: int, samples: int) -> None:
         """Prepare step number ``step`` (from 1), of which all ranks together have ``samples``."""
 
@@ -247,19 +256,13 @@ class Update(Protocol):
 
     @property
     def has_global_weights(self) -> bool:
-        """Return whether the model has the weights that the training stands for."""
-
-    def keep_average(self, make: Callable[..., Any]) -> None:
-        """Let the training stand for averages of its weights, where ``diverged`` is always false.
-
-        ``make``: a subclass of ``Average`` (update/average.py), which lacks those arguments alone.
-        """
+        """Return whether the model has the weights that are evaluated and saved."""
 
     def end_epoch(self, epoch: int, epochs: int) -> None:
         """Do what follows the end of epoch number ``epoch`` (from 1) of ``epochs``."""
 
     def end_training(self) -> bool:
-        """Do what follows the end of the training; return whether it stands for other weights from here on."""
+        """Do what follows the end of the training; return whether other weights are evaluated from here on."""
 
     @property
     def needs_statistics(self) -> bool:
@@ -272,7 +275,7 @@ class Update(Protocol):
         """
 
     def take_global_weights(self) -> None:
-        """Give the model the weights that the training stands for, equal on all ranks; not twice in a row."""
+        """Give the model the weights that are evaluated and saved, equal on all ranks; not twice in a row."""
 
     def take_local_weights(self) -> None:
         """Give each rank's model the weights that it had before ``take_global_weights``, bit for bit."""

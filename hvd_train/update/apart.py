@@ -24,13 +24,13 @@ class Apart(Replicated, ABC):
     """
 
     def __init__(self, frontend: Parameters, exchange: Exchange) -> None:
-        super().__init__(frontend, exchange, local_gradients=True)
-        self.diverged = False
+        super().__init__(frontend, exchange)
+        self.diverged, self.local_gradients = False, True
         self._local: Tree = {}  # this rank's weights, while the model has the common ones
 
     @abstractmethod
     def _give_common_weights(self) -> None:
-        """Give the model the weights that the training stands for; all ranks call it."""
+        """Give the model the weights that are evaluated and saved; all ranks call it."""
 
     def take_global_weights(self) -> None:
         if self.diverged:
@@ -41,10 +41,6 @@ class Apart(Replicated, ABC):
     def take_local_weights(self) -> None:
         self.frontend.load(self._local)
         self.diverged, self._local = bool(self._local), {}
-
-    def _go_on(self) -> None:
-        """Go on from the weights that the model has, or those of a run that stood for averages."""
-        self._give_received()
 
     def state(self) -> list[Entry]:
         # The slots stand twice: rank 0's, for another number of ranks, and those of each rank.

@@ -1,14 +1,15 @@
-"""The base of averages of the weights, for which a training stands in place of the weights that it moves."""
+"""The base of averages of the weights over time, which are evaluated and saved in place of the weights."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_train.protocol import Entry, Model, Placement, Tensor
+from hvd_train.protocol import Tensor
+from hvd_train.update.replicated import Replicated
 
 
 class Number(NamedTuple):
@@ -19,26 +20,18 @@ class Number(NamedTuple):
 
 
 class Average(ABC):
-    """An optimizer around another one, ``optimizer``. Weights and averages are flat, (n,) for each bucket.
+    """An average of the weights that ``update`` moves. Weights and averages are flat, (n,) for each bucket."""
 
-    ``here``: reads the weights of a bucket that this rank moves, within a step, a part for each tensor; ``first``:
-    reads those of all buckets, between steps.
-    """
-
-    def __init__(
-        self,
-        frontend: Model,
-        optimizer: Any,
-        here: Callable[[int], Sequence[Tensor]],
-        first: Callable[[], Sequence[Tensor]],
-    ) -> None:
-        self._ops, self._optimizer, self._here, self._first = frontend.ops, optimizer, here, first
+    def __init__(self, update: Replicated) -> None:
+        self._ops = update.frontend.ops
+        self._optimizer: Any = update.optimizer
+        self._move_weights, self._weights = update.move, update.moved
 
     needs_statistics = False  # whether running statistics must be gathered for the averages
 
     @property
     def ready(self) -> bool:
-        """Return whether the training stands for the averages now."""
+        """Return whether the averages are evaluated and saved in place of the weights now."""
         return True
 
     @abstractmethod
@@ -66,38 +59,11 @@ class Average(ABC):
         """Return what to tell the user after an epoch; empty: nothing."""
         return ""
 
-    def _numbers(self) -> Mapping[str, Number]:
+    def numbers(self) -> Mapping[str, Number]:
         """Return the single numbers that a checkpoint keeps, by their names there."""
         return {}
 
-    # ---- the optimizer
-
-    def weights(self, bucket: int) -> Tensor:
-        return self._optimizer.weights(bucket)
-
-    def parts(self, bucket: int) -> Sequence[Tensor]:
-        return self._optimizer.parts(bucket)
-
-    def slot(self, name: str, bucket: int) -> Tensor:
-        return self._optimizer.slot(name, bucket)
-
-    def take(self, bucket: int, *what: Any) -> None:
-        self._optimizer.take(bucket, *what)
-
-    def views(self) -> Iterable[tuple[str, Callable[[], np.ndarray]]]:
-        return [*self._optimizer.views(), *self._readers()]
-
-    def entries(self) -> list[Entry]:
-        return [
-            *self._optimizer.entries(),
-            *(Entry(name, Placement.REPLICATED, read) for name, read in self._readers()),
-        ]
-
-    def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        self._optimizer.load(tree)
-        for name, number in self._numbers().items():
+    def load_numbers(self, tree: Mapping[str, np.ndarray]) -> None:
+        for name, number in self.numbers().items():
             if name in tree:
                 number.write(np.asarray(tree[name]))
-
-    def _readers(self) -> list[tuple[str, Callable[[], np.ndarray]]]:
-        return [(name, number.read) for name, number in self._numbers().items()]

@@ -65,7 +65,7 @@ class Central(Apart):
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
         # All ranks have the global weights at this moment; their own come with what is theirs alone.
         if placement is Placement.PER_RANK:
-            self._give_received()
+            self._load_training()
             self._read()
             for rank, place in self._places:
                 if rank == self._ranks.rank:

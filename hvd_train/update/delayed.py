@@ -83,7 +83,7 @@ class Delayed(Replicated):
         return due
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
-        move = partial(self.optimizer.step, gradients, learning_rate)
+        move = partial(self.move, gradients, learning_rate)
         if self.delay:
             self.frontend.ops.do_if(self._due, move)
         else:

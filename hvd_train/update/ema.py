@@ -13,6 +13,7 @@ import numpy as np
 
 from hvd_train.protocol import OF_EXCHANGE, Tensor
 from hvd_train.update.average import Average, Number
+from hvd_train.update.replicated import Replicated
 
 
 class ExponentialMean(Average):
@@ -21,16 +22,16 @@ class ExponentialMean(Average):
     a begins as w. Steps in which the optimizer moves nothing do not count. The mean is kept in the type of the weights.
     """
 
-    def __init__(self, *arguments: Any, decay: float, every: int) -> None:
-        super().__init__(*arguments)
+    def __init__(self, update: Replicated, *, decay: float, every: int) -> None:
+        super().__init__(update)
         self.decay, self.every = decay, every
         # A cell for each part of a tensor: the weights of a bucket would be copied to lie one after the other.
-        self._sizes = [[math.prod(part.shape) for part in self._parts(b)] for b, _ in enumerate(self._first())]
+        self._sizes = [[math.prod(part.shape) for part in self._parts(b)] for b, _ in enumerate(self._weights.read())]
         self._means = [[self._ops.keep(x) for x in parts] for parts in self._cut()]
         self._steps = self._ops.keep_number(0)  # since the mean moved
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
-        self._optimizer.step(gradients, learning_rate)
+        self._move_weights(gradients, learning_rate)
         if self.every == 1:
             self._move()
             return
@@ -44,7 +45,7 @@ class ExponentialMean(Average):
             self._ops.move_towards(cells, self._parts(bucket), 1 - self.decay)
 
     def _parts(self, bucket: int) -> list[Tensor]:
-        return [block for part in self._here(bucket) for block in self._ops.blocks(part)]
+        return [block for part in self._weights.parts(bucket) for block in self._ops.blocks(part)]
 
     def global_weights(self) -> list[Tensor]:
         return [self._ops.concat([cell.read() for cell in cells]) for cells in self._means]
@@ -56,10 +57,10 @@ class ExponentialMean(Average):
 
     def _cut(self) -> Iterator[list[np.ndarray]]:
         """Copy the weights that this rank moves, (n,) for each part of each bucket."""
-        for sizes, x in zip(self._sizes, self._first(), strict=True):
+        for sizes, x in zip(self._sizes, self._weights.read(), strict=True):
             # Copied: TensorFlow's tensors may lie in memory that ranks share.
             yield np.split(self._ops.to_numpy(x), np.cumsum(sizes)[:-1])
 
-    def _numbers(self) -> Mapping[str, Number]:
+    def numbers(self) -> Mapping[str, Number]:
         steps = Number(lambda: np.array(int(self._steps.read())), lambda x: self._steps.write(int(x)))
         return {f"{OF_EXCHANGE}average_steps": steps} if self.every > 1 else {}

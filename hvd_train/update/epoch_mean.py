@@ -12,6 +12,7 @@ import numpy as np
 
 from hvd_train.protocol import OF_EXCHANGE, Tensor
 from hvd_train.update.average import Average, Number
+from hvd_train.update.replicated import Replicated
 
 
 class EpochMean(Average):
@@ -23,17 +24,17 @@ class EpochMean(Average):
 
     needs_statistics = True
 
-    def __init__(self, *arguments: Any, epochs: int) -> None:
-        super().__init__(*arguments)
+    def __init__(self, update: Replicated, *, epochs: int) -> None:
+        super().__init__(update)
         self.epochs, self.count, self.last, self._finished = epochs, 0, 0, False
-        self._means = [self._ops.keep(np.zeros_like(self._ops.to_numpy(x))) for x in self._first()]
+        self._means = [self._ops.keep(np.zeros_like(self._ops.to_numpy(x))) for x in self._weights.read()]
 
     @property
     def ready(self) -> bool:
         return self._finished and self.count > 0
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
-        self._optimizer.step(gradients, learning_rate)
+        self._move_weights(gradients, learning_rate)
 
     def end_epoch(self, epoch: int, epochs: int) -> None:
         # The end of an epoch is repeated where its evaluation was interrupted.
@@ -77,9 +78,9 @@ class EpochMean(Average):
 
     def _copies(self) -> list[Tensor]:
         # TensorFlow's tensors may lie in memory that ranks share.
-        return [self._ops.from_numpy(self._ops.to_numpy(x)) for x in self._first()]
+        return [self._ops.from_numpy(self._ops.to_numpy(x)) for x in self._weights.read()]
 
-    def _numbers(self) -> Mapping[str, Number]:
+    def numbers(self) -> Mapping[str, Number]:
         return {f"{OF_EXCHANGE}mean_{name}": self._number(name) for name in ("count", "last")}
 
     def _number(self, name: str) -> Number:

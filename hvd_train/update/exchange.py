@@ -57,7 +57,7 @@ class Exchange:
         elif not plain:
             packing = COMPRESSED
         self.buckets = plan(specs, packing, *((0, ()) if plain else (small, whole)), rules)
-        self._specs, self.communicator, self.ops, self._op = specs, communicator, ops, op
+        self._specs, self.communicator, self.ops, self.op = specs, communicator, ops, op
         self._world = world or communicator
         self.clip = clip or Clip()
         little = [all(specs[i].size < small or i in whole for i in members) for members in self.buckets]
@@ -176,7 +176,7 @@ class Exchange:
         elif wire.kind == "alltoall":
             handles = [communicator.alltoall_async(x, [x.shape[0] // size] * size, name) for x, name in pairs]
         else:
-            handles = [communicator.allreduce_async(x, name, self._op) for x, name in pairs]
+            handles = [communicator.allreduce_async(x, name, self.op) for x, name in pairs]
         return Started(bucket, rounds, wire, tuple(handles))
 
     def _wait(self, handle: Handle) -> Tensor:

@@ -185,7 +185,7 @@ class Outer(Apart):
                 self._flat.load(MOMENTUM, b, cell, tree)
         else:
             # The model has the checkpoint's weights, and gets this rank's below.
-            self._give_received()
+            self._load_training()
             self._take_as_global()
             self._samples = np.array(tree.get(SAMPLES, np.zeros_like(self._samples)))
         super().load(tree, placement)

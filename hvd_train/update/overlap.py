@@ -15,7 +15,7 @@ class Overlap:
     and all where ``arrived`` is not called, leave their buckets to ``finish``.
     """
 
-    def __init__(self, exchange: protocol.Exchange | protocol.Update, start: Callable[[int], Any]) -> None:
+    def __init__(self, exchange: protocol.Exchange | protocol.StepUpdate, start: Callable[[int], Any]) -> None:
         self._exchange, self._start = exchange, start
         self.bucket = {i: b for b, members in enumerate(exchange.buckets) for i in members}
         self.begin()

@@ -1,7 +1,7 @@
 """Training without a schedule (Defazio et al. 2024, "The Road Less Scheduled", arXiv 2405.15682).
 
-Gradients are taken at y = (1 - beta) z + beta x. z moves by them, and x is the mean of the z, for which the training
-stands. The formulas are in update/elementwise.py; the model has y while it trains.
+Gradients are taken at y = (1 - beta) z + beta x. z moves by them, and x is the mean of the z, which is
+evaluated and saved. The formulas are in update/elementwise.py; the model has y while it trains.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from hvd_train.protocol import Cell, Tensor
 from hvd_train.update.average import Average, Number
+from hvd_train.update.replicated import Replicated
 
 OFFSET = "offset"  # the slot with z - y
 
@@ -23,8 +24,8 @@ class ScheduleFree(Average):
     The weights w are those of the authors' package, schedulefree, by default. With a constant rate x is the plain mean.
     """
 
-    def __init__(self, *arguments: Any, beta: float) -> None:
-        super().__init__(*arguments)
+    def __init__(self, update: Replicated, *, beta: float) -> None:
+        super().__init__(update)
         self.beta = beta
         self._highest, self._total = (self._ops.keep(np.zeros(())) for _ in range(2))
 
@@ -41,13 +42,13 @@ class ScheduleFree(Average):
         self._total.write(total)
         # A group multiplies all of them by its factor on the rate. The share is then the second over the third, also
         # where the rate is 0.
-        self._optimizer.step(gradients, ops.stack([rate, share, rate * 0 + 1]))
+        self._move_weights(gradients, ops.stack([rate, share, rate * 0 + 1]))
 
     def global_weights(self) -> list[Tensor]:
         share = 1 / self.beta - 1
-        return [y - share * self._optimizer.slot(OFFSET, bucket) for bucket, y in enumerate(self._first())]
+        return [y - share * self._optimizer.slot(OFFSET, bucket) for bucket, y in enumerate(self._weights.read())]
 
-    def _numbers(self) -> Mapping[str, Number]:
+    def numbers(self) -> Mapping[str, Number]:
         cells = {"slots/largest_rate": self._highest, "slots/weight_sum": self._total}
         return {name: self._number(cell) for name, cell in cells.items()}
 

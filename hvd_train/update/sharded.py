@@ -25,18 +25,22 @@ from hvd_train.protocol import (
     HostMemory,
     HostSums,
     Model,
+    Optimizer,
     Parameters,
     Placement,
     Rounds,
+    Shardable,
     ShardedOptimizer,
     State,
     Tensor,
     TensorSpec,
+    Tree,
     Wire,
 )
 from hvd_train.update.error_meter import compression_error
 from hvd_train.update.exchange import Exchange, Started
 from hvd_train.update.flat_state import FlatState
+from hvd_train.update.moved_weights import MovedWeights
 from hvd_train.update.replicated import Replicated
 
 
@@ -76,10 +80,11 @@ class HostTransfer:
 
 
 class ShardedExchange(Exchange):
-    """An exchange of which each rank receives its part of every bucket."""
+    """An exchange of which each rank receives its part of every bucket. ``whole``: the same, with all of them."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, whole: Exchange) -> None:
+        self.__dict__.update(whole.__dict__)
+        self.whole = whole
         self.sums: HostSums | None = None  # of ranks that share memory
         self._mates: Sequence[int] = ()  # the ranks that have this one's place on their hosts; of all hosts
         self.clip = replace(self.clip, total=self._total)
@@ -108,12 +113,6 @@ class ShardedExchange(Exchange):
     def lengths(self) -> list[int]:
         """Return the bytes of each bucket."""
         return [sum(self._specs[i].size * np.dtype(self._specs[i].dtype).itemsize for i in b) for b in self.buckets]
-
-    def whole(self) -> Exchange:
-        """Return the same exchange, of which each rank receives all."""
-        exchange = Exchange.__new__(Exchange)
-        exchange.__dict__.update(self.__dict__)
-        return exchange
 
     def _total(self, squares: Tensor) -> Tensor:
         total = self.communicator.allreduce_async(self.ops.reshape(squares, (1,)), "gradient_norm")
@@ -191,11 +190,16 @@ class ShardedExchange(Exchange):
 class Sharded(Replicated):
     """Each rank moves its part of the weights; a checkpoint joins the parts of the slots to whole ones."""
 
-    def __init__(self, frontend: Parameters, exchange: ShardedExchange, share_memory: bool = True) -> None:
-        self._parts, self.host = exchange, frontend.host_memory() if share_memory else None
+    def __init__(self, frontend: Shardable, exchange: Exchange, share_memory: bool = True) -> None:
+        self._parts, self.host = ShardedExchange(exchange), frontend.host_memory() if share_memory else None
         if self.host:
-            exchange.share(self.host)
-        super().__init__(frontend, exchange)
+            self._parts.share(self.host)
+        self._shardable = frontend
+        super().__init__(frontend, self._parts)
+        self.moved = MovedParts(frontend, self.optimizer, self._parts)
+
+    def _connect(self) -> Optimizer:
+        return cast(Optimizer, self._shardable.connect_sharded(self))
 
     @property
     def _sharded(self) -> ShardedOptimizer:
@@ -207,11 +211,11 @@ class Sharded(Replicated):
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
         self._norms = count()
         if self.host is None:
-            self.optimizer.step(gradients, learning_rate)
+            self.move(gradients, learning_rate)
             self._gather()
             return
         self.host.barrier("backward")  # none reads the weights any more
-        self.optimizer.step(gradients, learning_rate)
+        self.move(gradients, learning_rate)
         if len(self.host.hosts) > 1:
             self._gather()
         self.host.barrier("weights")
@@ -244,39 +248,44 @@ class Sharded(Replicated):
 
     def compression_error(self, gradients: Sequence[Tensor]) -> Tensor:
         states = [self._state(b) for b in range(len(self.buckets))]
-        return compression_error(self._parts.whole(), gradients, states)
+        return compression_error(self._parts.whole, gradients, states)
 
     def state(self) -> list[Entry]:
         self.frontend.run_queued()
-        return [*self._sharded.entries(), *self._residual_entries(), *self._training_entries()]
+        return [*self._sharded.entries(), *self._residual_entries()]
 
-    # ---- averages: each rank has those of its part
 
-    def _here(self, bucket: int) -> Sequence[Tensor]:
-        return self._sharded.parts(bucket)
+class MovedParts(MovedWeights):
+    """This rank's part of each bucket."""
 
-    def _moved_weights(self) -> list[Tensor]:
-        ops = self.frontend.ops
-        parts = [flat[slice(*self.bounds(b))] for b, flat in enumerate(self.frontend.flat_weights())]
+    def __init__(self, frontend: Parameters, optimizer: Optimizer, exchange: ShardedExchange) -> None:
+        super().__init__(frontend, optimizer, exchange.buckets)
+        self._exchange = exchange
+
+    def _cut(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        return [flat[slice(*self._exchange.bounds(b))] for b, flat in enumerate(weights)]
+
+    def read(self) -> list[Tensor]:
+        ops = self._frontend.ops
         # Copied: TensorFlow's tensors may lie in memory that ranks share.
-        return [ops.from_numpy(ops.to_numpy(part)) for part in parts]
+        return [ops.from_numpy(ops.to_numpy(part)) for part in self._cut(self._frontend.flat_weights())]
 
-    def _give(self, weights: Sequence[Tensor]) -> None:
-        communicator, flat = self.exchange.communicator, FlatState(self.frontend, self.buckets)
+    def write(self, weights: Sequence[Tensor]) -> None:
+        communicator, flat = self._exchange.communicator, FlatState(self._frontend, self._buckets)
         for b, part in enumerate(weights):
             # No rank comes here before all have read theirs, which may lie in shared memory.
             whole = communicator.synchronize(communicator.allgather_async(part, f"weights{b}"))
-            self.frontend.load(flat.tree("weights/", b, self.frontend.ops.to_numpy(whole)))
+            self._frontend.load(flat.tree("weights/", b, self._frontend.ops.to_numpy(whole)))
 
-    def _of_this_rank(self, weights: list[Tensor]) -> list[Tensor]:
-        return [flat[slice(*self.bounds(b))] for b, flat in enumerate(weights)]
+    def read_from(self, prefix: str, tree: Tree) -> list[Tensor]:
+        return self._cut(super().read_from(prefix, tree))
 
-    def _flat_entries(self, prefix: str, read: Callable[[], Sequence[Tensor]]) -> list[Entry]:
-        frontend, specs, entries = self.frontend, self.frontend.specs(), []
+    def entries(self, prefix: str, read: Callable[[], Sequence[Tensor]]) -> list[Entry]:
+        frontend, specs, entries = self._frontend, self._frontend.specs(), []
         for b, part in enumerate(read()):
-            sizes, stop = [specs[i].size for i in self.buckets[b]], 0
+            sizes, stop = [specs[i].size for i in self._buckets[b]], 0
             flat = frontend.ops.to_numpy(part)
-            for i, (first, last) in zip(self.buckets[b], pieces(sizes, *self.bounds(b)), strict=True):
+            for i, (first, last) in zip(self._buckets[b], pieces(sizes, *self._exchange.bounds(b)), strict=True):
                 start, stop = stop, stop + last - first
                 whole = partial(_canonical, frontend, specs[i])
                 shape = whole(np.broadcast_to(np.zeros((), flat.dtype), specs[i].size)).shape

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from hvd_train.protocol import State, Tensor
+from hvd_train.protocol import Parameters, State, Tensor
 from hvd_train.update.exchange import Exchange, Started
+from hvd_train.update.replicated import Replicated
 
 
-class StagedFrontEnd(Protocol):
-    """The front-end of a stage as the exchange calls it (frontends/stages/frontend.py)."""
+class StagedParameters(Parameters, Protocol):
+    """The parameters of a stage (frontends/stages/frontend.py)."""
 
     stages: int
     stage: int
@@ -28,8 +29,8 @@ class StagedExchange(Exchange):
     joined: all stages then move their copies by the same bits.
     """
 
-    def __init__(self, *arguments: Any, frontend: StagedFrontEnd, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, whole: Exchange, frontend: StagedParameters) -> None:
+        self.__dict__.update(whole.__dict__)
         self._frontend = frontend
         self.clip = replace(self.clip, total=self._total)
         self._of_other_stages: Any = 0.0
@@ -51,3 +52,10 @@ class StagedExchange(Exchange):
         local = self.ops.reshape(squares - self._of_other_stages, (1,))
         total = self._frontend.joined(local, range(self._frontend.stages), "gradient norm")
         return self.ops.reshape(total, ())
+
+
+class Staged(Replicated):
+    """The update of one stage: its part of the model, over the ranks that hold the same part."""
+
+    def __init__(self, frontend: StagedParameters, exchange: Exchange) -> None:
+        super().__init__(frontend, StagedExchange(exchange, frontend))

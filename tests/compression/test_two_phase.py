@@ -36,9 +36,9 @@ class Identity(TwoPhase):
         return ops.reshape(encoded[0], shape)
 
 
-def exchange_of(compressor, communicator, lengths, dtype="float64", kind=Exchange):
+def exchange_of(compressor, communicator, lengths, dtype="float64"):
     specs = [TensorSpec(f"t{i}", (n,), dtype) for i, n in enumerate(lengths)]
-    return kind(specs, PACKING, compressor, communicator, NumpyOps(), small=0)
+    return Exchange(specs, PACKING, compressor, communicator, NumpyOps(), small=0)
 
 
 def drawn(rank, step, length, dtype="float64"):
@@ -250,9 +250,9 @@ def test_an_optimizer_that_is_divided_gets_its_part_after_the_first_phase(name, 
     def work(communicator):
         counting = Counting(communicator)
         compressor = make(name, size, communicator.rank)
-        exchange = exchange_of(compressor, counting, [length], kind=ShardedExchange)
+        exchange = ShardedExchange(exchange_of(compressor, counting, [length]))
         (part,), ((residual,),) = exchange.reduce([drawn(communicator.rank, 0, length)], exchange.init_state())
-        whole = exchange.whole()
+        whole = exchange.whole
         (decoded,), _ = whole.reduce([drawn(communicator.rank, 0, length)], exchange.init_state())
         return part, residual, decoded, compressor.fills_parts(length) and size > 1
 

@@ -9,6 +9,7 @@ import pytest
 
 import hvd_train
 from hvd_train.errors import ConfigError
+from hvd_train.update.averaged import Averaged
 from hvd_train.update.ema import ExponentialMean
 from hvd_train.update.replicated import TRAINING
 from tests.frontends.test_contract import FRAMEWORKS, batch, opened, same, stepped, weights
@@ -19,17 +20,16 @@ DECAY, STEPS = 0.9, 6
 
 
 def trained(framework, every=1):
-    """(the front-end after STEPS steps, with a mean from the weights of the first on; its weights after each)."""
+    """(the front-end after STEPS steps; a mean from the weights of the first on; the weights after each)."""
     frontend, seen = opened(framework), []
-    update = frontend.update
-    update.keep_average(partial(ExponentialMean, decay=DECAY, every=every))
+    update = Averaged(frontend.update, partial(ExponentialMean, decay=DECAY, every=every))
     for k in range(STEPS):
         stepped(frontend, [batch(k)])
         frontend.run_queued()
         seen.append(weights(frontend))
         if k == 0:  # torch and Keras begin with the weights after the first step
-            update.optimizer.begin_average()
-    return frontend, seen
+            update.average.begin_average()
+    return frontend, update, seen
 
 
 def by_torch(seen):
@@ -62,20 +62,20 @@ def by_keras(seen):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_mean_is_that_of_torch_and_keras(framework):
-    frontend, seen = trained(framework)
-    frontend.update.take_global_weights()
+    frontend, update, seen = trained(framework)
+    update.take_global_weights()
     mean = weights(frontend)
     for other in (by_torch(seen), by_keras(seen)):
         for key, x in other.items():
             np.testing.assert_allclose(mean[key], x, rtol=1e-11, atol=1e-14)
-    frontend.update.take_local_weights()
+    update.take_local_weights()
     assert same(weights(frontend), seen[-1]), "training goes on with the bits that it had"
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_mean_takes_every_third_step(framework):
-    frontend, seen = trained(framework, every=3)
-    frontend.update.take_global_weights()
+    frontend, update, seen = trained(framework, every=3)
+    update.take_global_weights()
     for key, x in weights(frontend).items():
         # It began anew after step 1, and the count of steps went on: it took those of 3 and 6.
         mean = seen[0][key] + 0.1 * (seen[2][key] - seen[0][key])

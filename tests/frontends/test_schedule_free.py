@@ -11,6 +11,7 @@ import pytest
 from hvd_train.config import OptimConfig, load_config
 from hvd_train.config.optimizers import OPTIMIZERS
 from hvd_train.errors import ConfigError
+from hvd_train.update.averaged import Averaged
 from hvd_train.update.schedule_free import OFFSET, ScheduleFree
 from tests.frontends.test_contract import ALL, FRAMEWORKS, batch, opened, same, stepped, weights
 from tests.numpy_frontend import NumpyOps
@@ -83,6 +84,9 @@ class Moved:
         x = self.slots[self.row.slots.index(name)]
         return x.value() if self.framework == "tensorflow" else x
 
+    def read(self):
+        return [self.weights(0)]
+
     def weights(self, bucket):
         return self.y.value() if self.framework == "tensorflow" else self.y
 
@@ -93,9 +97,8 @@ def test_it_is_the_reference(framework, name):
     rng = np.random.default_rng(0)
     y, gradients = rng.normal(size=101), rng.normal(size=(len(RATES), 101))
     inner = Moved(framework, OPTIONS[name], y)
-    made = ScheduleFree(
-        SimpleNamespace(ops=inner.ops), inner, inner.weights, lambda: [inner.weights(0)], beta=OPTIONS[name].betas[0]
-    )
+    update = SimpleNamespace(frontend=inner, optimizer=inner, move=inner.step, moved=inner)
+    made = ScheduleFree(update, beta=OPTIONS[name].betas[0])
     for g, rate in zip(gradients, RATES, strict=True):
         made.step([inner.ops.from_numpy(g)], rate)
     for found, expected in zip(
@@ -118,11 +121,12 @@ def test_a_step_of_rate_0_at_the_start_moves_nothing_and_a_factor_on_the_rate_le
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_training_goes_on_with_the_bits_that_it_had(framework):
     frontend = opened(framework, optim={"name": "schedule_free_sgd", "lr": 0.1})
-    update = frontend.update
-    update.keep_average(partial(ScheduleFree, beta=0.9))
+    update = Averaged(frontend.update, partial(ScheduleFree, beta=0.9))
     stepped(frontend, [batch(k) for k in range(3)])
     before, buckets = weights(frontend), range(len(update.buckets))
-    expected = [y - (1 / 0.9 - 1) * update.optimizer.slot(OFFSET, b) for b, y in enumerate(frontend.flat_weights())]
+    expected = [
+        y - (1 / 0.9 - 1) * frontend.update.optimizer.slot(OFFSET, b) for b, y in enumerate(frontend.flat_weights())
+    ]
     expected = [frontend.ops.to_numpy(x) for x in expected]
     update.take_global_weights()
     assert update.has_global_weights and not same(weights(frontend), before)

@@ -11,6 +11,7 @@ from hvd_train.config import Config
 from hvd_train.frontends.horovod import RankParts
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Groups
+from hvd_train.update.exchange import Exchange
 from hvd_train.update.sharded import Sharded, ShardedExchange
 from tests.frontends.test_contract import CLASSES, ROWS, SHAPE, batch, module, sample_of
 
@@ -54,8 +55,10 @@ def test_gradients_are_gone_when_weights_are_gathered(accumulated):
     config = Config.model_validate(settings | {"optim": {"lr": 0.1, "momentum": 0.9, "sharded": True}})
     frontend = pytorch.open_frontend(config, Groups.of(Twin()), sample_of(SHAPE, CLASSES))
     parts = frontend.specs(), frontend.packing, make("none"), frontend.groups.data, frontend.ops
-    exchange = ShardedExchange(*parts, small=0)
-    frontend.groups.data.entries = {f"weights{b}": sum(sizes) for b, sizes in enumerate(exchange.parts)}
+    exchange = Exchange(*parts, small=0)
+    frontend.groups.data.entries = {
+        f"weights{b}": sum(sizes) for b, sizes in enumerate(ShardedExchange(exchange).parts)
+    }
     update = Sharded(frontend, exchange, share_memory=False)
     gather, seen = update._gather, []
 

@@ -8,6 +8,7 @@ import pytest
 from hvd_train.compression import make
 from hvd_train.errors import ConfigError
 from hvd_train.update.clip import Clip
+from hvd_train.update.exchange import Exchange
 from hvd_train.update.staged import StagedExchange
 from tests.stages.numpy_stages import LR, Block, NumpyStages, Update, staged_ranks
 
@@ -62,11 +63,11 @@ def train(groups, split, micro, schedule, tied, limit):
     weights, blocks = model(tied)
     frontend = NumpyStages(groups, weights, blocks, schedule)
     frontend.take_split(split)
-    exchange = StagedExchange(
+    exchange = Exchange(
         frontend.specs(), frontend.packing, make("none", groups.data.size), groups.data, frontend.ops, Clip(limit),
-        world=groups.world, frontend=frontend,
+        world=groups.world,
     )  # fmt: skip
-    frontend.update = Update(exchange, frontend._trainable)
+    frontend.update = Update(StagedExchange(exchange, frontend), frontend._trainable)
     for x, labels in batches():
         parts = [
             (

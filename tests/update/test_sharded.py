@@ -12,6 +12,7 @@ from hvd_train.config import load_config
 from hvd_train.frontends.host_memory import VARIABLE, HostMemory
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Packing, TensorSpec
+from hvd_train.update.exchange import Exchange
 from hvd_train.update.optimizers import lamb, lars, side_by_side, whole
 from hvd_train.update.sharded import ShardedExchange, part_sizes, pieces
 from tests.numpy_frontend import NumpyOps, run_ranks
@@ -79,7 +80,7 @@ def test_hosts_send_each_other_what_their_ranks_have_in_common(monkeypatch, rank
     sent = []  # (entries to others, entries in all) of each transfer of rank 0
 
     def work(communicator):
-        exchange = ShardedExchange(specs, Packing(1 << 10, 1 << 9), Uncompressed(), communicator, NumpyOps())
+        exchange = ShardedExchange(Exchange(specs, Packing(1 << 10, 1 << 9), Uncompressed(), communicator, NumpyOps()))
         host = HostMemory.of(communicator, lambda memory, *where: np.frombuffer(memory, *where))
         exchange.share(host)
         alltoall = communicator.alltoall_async
@@ -97,7 +98,7 @@ def test_hosts_send_each_other_what_their_ranks_have_in_common(monkeypatch, rank
         return parts, came, [exchange.gathered(b) for b in range(len(flats))]
 
     of_ranks = run_ranks(ranks, work)
-    whole_exchange = ShardedExchange(specs, Packing(1 << 10, 1 << 9), Uncompressed(), Serial(), NumpyOps())
+    whole_exchange = ShardedExchange(Exchange(specs, Packing(1 << 10, 1 << 9), Uncompressed(), Serial(), NumpyOps()))
     flats = whole_exchange.to_buckets([sum(of_rank) for of_rank in zip(*gradients, strict=True)])
     for b, total in enumerate(flats):
         np.testing.assert_allclose(np.concatenate([parts[b] for parts, *_ in of_ranks]), total, rtol=1e-12)

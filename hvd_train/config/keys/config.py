@@ -17,7 +17,7 @@ from hvd_train.config.keys.parallel import PER_STAGE, ParallelConfig
 from hvd_train.config.keys.section import Count, OneOf, Positive, Section, free, raise_problems
 from hvd_train.config.keys.slurm import SlurmConfig
 from hvd_train.config.keys.task import TaskConfig
-from hvd_train.config.modes import MODES
+from hvd_train.config.modes import MODES, SHARDED, STAGES, ModeSpec
 from hvd_train.config.names import did_you_mean
 from hvd_train.config.trackers import TRACKERS
 from hvd_train.frameworks import FRAMEWORKS
@@ -155,6 +155,11 @@ class Config(Section):
         problems += refused(self)
         raise_problems(problems)
         return self
+
+    @property
+    def update_spec(self) -> ModeSpec:
+        """Return the row of the update."""
+        return STAGES if self.parallel.pipeline > 1 else SHARDED if self.optim.sharded else self.exchange.spec
 
     @property
     def _watching(self) -> list[tuple[str, Any]]:

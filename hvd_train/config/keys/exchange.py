@@ -8,7 +8,7 @@ from pydantic import AliasChoices, Field, model_validator
 
 from hvd_train.compression.table import COMPRESSORS
 from hvd_train.config.keys.section import Count, Finite, OneOf, Positive, Section, raise_problems
-from hvd_train.config.modes import ALLREDUCE, MODES
+from hvd_train.config.modes import ALLREDUCE, MODES, ModeSpec
 
 # Former name of a key -> its name now. Configurations and checkpoints with the former name are still read.
 FORMER = {"truth_every_n_steps": "compression_error_every_n_steps"}
@@ -103,6 +103,11 @@ class ExchangeConfig(Section):
 
     def _is_set(self, option: str) -> bool:
         return getattr(self, option) != type(self).model_fields[option].default
+
+    @property
+    def spec(self) -> ModeSpec:
+        """Return the row of ``mode``."""
+        return MODES[self.mode]
 
     def options(self, compression: str) -> dict[str, Any]:
         """Return the options of this compressor."""

@@ -31,10 +31,21 @@ from hvd_train.frontends.pytorch.shapes import lazy, native_shape
 from hvd_train.frontends.pytorch.sharded import ShardedOptimizer
 from hvd_train.frontends.pytorch.user_optimizer import flat_optimizer
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
-from hvd_train.protocol import Batch, Field, Groups, Optimizer, Packing, Sample, Scale, TensorSpec, Update, made_up
+from hvd_train.protocol import (
+    Batch,
+    DividedUpdate,
+    Field,
+    Groups,
+    Optimizer,
+    Packing,
+    Sample,
+    Scale,
+    StepUpdate,
+    TensorSpec,
+    made_up,
+)
 from hvd_train.task.task import Task
 from hvd_train.update.overlap import Overlap
-from hvd_train.update.sharded import Sharded
 
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
 UNTAKEN = (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError)  # what a model raises
@@ -180,7 +191,20 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
             what = f"{CHANGES} (as Embedding does with max_norm)"
             raise ConfigError(what, where="optim.sharded", fix=APART, common=True)
 
-    def connect(self, update: Update) -> Optimizer | ShardedOptimizer:
+    def connect(self, update: StepUpdate) -> Optimizer:
+        self._connect(update)
+        return flat_optimizer(self.config.optim, self._flats, self.layouts, TorchOps(self.device))
+
+    def connect_sharded(self, update: DividedUpdate) -> ShardedOptimizer:
+        self._connect(update)
+        if update.host:
+            common = update.host.share([flat.weight for flat in self._flats])
+            for flat, weight in zip(self._flats, common, strict=True):
+                flat.move_to(weight)
+            self._known_changes = self._changes()
+        return ShardedOptimizer(self.config.optim, self._flats, self.layouts, TorchOps(self.device), update)
+
+    def _connect(self, update: StepUpdate) -> None:
         self.update = update
         names, parameters = list(self._moved), list(self._moved.values())
         freeze(self._trainable, names)
@@ -203,14 +227,6 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
             p.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))
             for i, p in enumerate(parameters if overlap else ())
         ]
-        if isinstance(update, Sharded):
-            if update.host:
-                common = update.host.share([flat.weight for flat in self._flats])
-                for flat, weight in zip(self._flats, common, strict=True):
-                    flat.move_to(weight)
-                self._known_changes = self._changes()
-            return ShardedOptimizer(self.config.optim, self._flats, self.layouts, TorchOps(self.device), update)
-        return flat_optimizer(self.config.optim, self._flats, self.layouts, TorchOps(self.device))
 
     def _overlap(self) -> bool:
         """Return whether exchanges start within backward; where gradients are looked at first, all are awaited."""

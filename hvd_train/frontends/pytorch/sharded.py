@@ -14,8 +14,9 @@ from hvd_train.frontends.pytorch.buckets import Flat
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.frontends.pytorch.optimizers import Kernel, array_of, make_kernel
 from hvd_train.frontends.sharded_slots import ShardedSlots
+from hvd_train.protocol import DividedUpdate
 from hvd_train.update.parameter_groups import rule_of
-from hvd_train.update.sharded import Sharded, pieces
+from hvd_train.update.sharded import pieces
 
 
 class Piece(NamedTuple):
@@ -38,7 +39,12 @@ class ShardedOptimizer(ShardedSlots):
     """A kernel over pieces of tensors. Slots are made for them alone."""
 
     def __init__(
-        self, options: OptimConfig, flats: list[Flat], layouts: Mapping[str, Layout], ops: TorchOps, update: Sharded
+        self,
+        options: OptimConfig,
+        flats: list[Flat],
+        layouts: Mapping[str, Layout],
+        ops: TorchOps,
+        update: DividedUpdate,
     ) -> None:
         self._flats, self._update = flats, update
         self.kernel: Kernel = make_kernel(options, ops)

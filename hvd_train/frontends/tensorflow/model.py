@@ -43,9 +43,20 @@ from hvd_train.frontends.tensorflow.user_optimizer import variable_optimizer
 from hvd_train.frontends.tensorflow.variables import by_path, check_none_is_late, states
 from hvd_train.frontends.tensorflow.weight_files import names_here, numbered, paths_here
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
-from hvd_train.protocol import Batch, Field, Groups, Optimizer, Sample, Scale, TensorSpec, Update, made_up, one_or_all
+from hvd_train.protocol import (
+    Batch,
+    DividedUpdate,
+    Field,
+    Groups,
+    Optimizer,
+    Sample,
+    Scale,
+    StepUpdate,
+    TensorSpec,
+    made_up,
+    one_or_all,
+)
 from hvd_train.task.task import Task
-from hvd_train.update.sharded import Sharded
 
 
 class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
@@ -133,20 +144,27 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             self._call = self._memory.run
         return self._memory
 
-    def connect(self, update: Update) -> Optimizer | ShardedOptimizer:
+    def connect(self, update: StepUpdate) -> Optimizer:
+        with tf.device(self._device):
+            optimizer = variable_optimizer(
+                self.config.optim, self._moved, self.layouts, update.exchange.from_buckets, update.buckets
+            )
+        self._connect(update)
+        return optimizer
+
+    def connect_sharded(self, update: DividedUpdate) -> ShardedOptimizer:
+        check_constraints(self.config, self._moved)
+        with tf.device(self._device):
+            self._common = CommonWeights(self._memory, self._moved.values()) if self._memory else None
+            optimizer = ShardedOptimizer(self.config.optim, self._moved, self.layouts, update, self._common)
+        self._connect(update)
+        return optimizer
+
+    def _connect(self, update: StepUpdate) -> None:
         self.update = update
         threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
         self._overlap = overlaps(self.config.exchange.overlap, self.groups.data, self._device != "/CPU:0", threads)
         with tf.device(self._device):
-            optimizer: Optimizer | ShardedOptimizer
-            if isinstance(update, Sharded):
-                check_constraints(self.config, self._moved)
-                self._common = CommonWeights(self._memory, self._moved.values()) if self._memory else None
-                optimizer = ShardedOptimizer(self.config.optim, self._moved, self.layouts, update, self._common)
-            else:
-                optimizer = variable_optimizer(
-                    self.config.optim, self._moved, self.layouts, update.exchange.from_buckets, update.buckets
-                )
             accumulated = self._moved.values() if self.config.micro_batches > 1 else ()
             self._accumulated = [zeros_where(v) for v in accumulated]
         self._compiled.clear()  # graphs of an earlier call
@@ -163,7 +181,6 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self._calls, self._seconds = 0, math.inf  # of a step, the fastest
         self._compression_error = graph(self._traced_compression_error)
         self._gather = graph(self._traced_statistics)
-        return optimizer
 
     def retrace(self) -> None:
         self.run_queued()

@@ -14,8 +14,9 @@ from hvd_train.frontends.named_arrays import Layout
 from hvd_train.frontends.sharded_slots import ShardedSlots
 from hvd_train.frontends.tensorflow.host_memory import CommonWeights
 from hvd_train.frontends.tensorflow.optimizers import Kernel, make_kernel, rated, view
+from hvd_train.protocol import DividedUpdate
 from hvd_train.update.parameter_groups import rule_of
-from hvd_train.update.sharded import Sharded, pieces
+from hvd_train.update.sharded import pieces
 
 
 class Piece(NamedTuple):
@@ -40,7 +41,7 @@ class ShardedOptimizer(ShardedSlots):
         options: OptimConfig,
         trainable: Mapping[str, Any],
         layouts: Mapping[str, Layout],
-        update: Sharded,
+        update: DividedUpdate,
         common: CommonWeights | None = None,
     ) -> None:
         """``common``: of ranks that share memory. Pieces keep their values from step to step then."""

@@ -16,7 +16,7 @@ from hvd_train.frontends.stages.links import Message
 from hvd_train.frontends.tensorflow.blocks import blocks_of
 from hvd_train.frontends.tensorflow.graphs import graph
 from hvd_train.frontends.tensorflow.in_blocks import TensorFlowInBlocks, run
-from hvd_train.protocol import Groups, Sample, Update
+from hvd_train.protocol import Groups, Sample, StepUpdate
 
 
 class Kept(NamedTuple):
@@ -77,14 +77,13 @@ class StagedTensorFlow(Staged, TensorFlowInBlocks):
 
     # ---- within a step
 
-    def connect(self, update: Update) -> Any:
-        optimizer = super().connect(update)
+    def _connect(self, update: StepUpdate) -> None:
+        super()._connect(update)
         with tf.device(self._device):
             variables = list(self._trainable.values())
             if not self._accumulated:
                 self._accumulated = [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables]
         self._add, self._move = graph(self._traced_add), graph(self._traced_move)
-        return optimizer
 
     def _no_sums(self) -> Sums:
         return Sums(self.task.length)

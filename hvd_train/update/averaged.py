@@ -1,0 +1,155 @@
+"""An update whose weights are averaged over time: the average is evaluated, saved, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from hvd_train.config import Config
+from hvd_train.protocol import OF_EXCHANGE, Entry, Placement, Tensor, Tree, Update
+from hvd_train.update.average import Average
+from hvd_train.update.ema import ExponentialMean
+from hvd_train.update.epoch_mean import EpochMean
+from hvd_train.update.replicated import STATISTICS, TRAINING, Replicated
+from hvd_train.update.schedule_free import ScheduleFree
+
+MEAN = f"{OF_EXCHANGE}mean_weights/"  # what the names of averages begin with that are not ready
+
+
+class Averaged:
+    """An update around another one, whose ``diverged`` is always false.
+
+    A checkpoint has the average as the weights, and beside it those that training goes on with.
+    """
+
+    def __init__(self, update: Replicated, make: Callable[[Replicated], Average]) -> None:
+        self.update, self._frontend, self._moved = update, update.frontend, update.moved
+        self.average = make(update)
+        update.move = self.average.step
+        self._weights: list[Tensor] = []  # this rank's weights, while the model has the average
+        self._statistics: Tree = {}  # running statistics of those of the two that the model has not
+        self._received: Tree = {}  # averages of a checkpoint that are not ready
+
+    # ---- what the average is
+
+    def before_step(self, step: int, samples: int) -> None:
+        self._statistics = {}  # of an average that a checkpoint had: a run that goes on will end with others
+        self.update.before_step(step, samples)
+
+    @property
+    def has_global_weights(self) -> bool:
+        return not self.average.ready or bool(self._weights)
+
+    def end_epoch(self, epoch: int, epochs: int) -> None:
+        self._frontend.run_queued()
+        self.average.end_epoch(epoch, epochs)
+
+    def end_training(self) -> bool:
+        return self.average.end_training()
+
+    @property
+    def needs_statistics(self) -> bool:
+        return self.average.needs_statistics and bool(self._weights)
+
+    def keep_statistics(self, training: Tree) -> None:
+        self._statistics = self._statistics or training
+
+    def take_global_weights(self) -> None:
+        if self.average.ready:
+            self._frontend.run_queued()
+            if self.average.needs_statistics:
+                self._frontend.average_statistics()  # as for a checkpoint: a run that goes on from it has these
+            self._weights = self._moved.read()
+            self._moved.write(self.average.global_weights())
+            self._exchange_statistics()
+
+    def take_local_weights(self) -> None:
+        if self._weights:
+            self._moved.write(self._weights)
+            self._weights = []
+            self._exchange_statistics()
+
+    def _exchange_statistics(self) -> None:
+        """Give the model the running statistics that belong to its weights, where these were kept."""
+        if self._statistics:
+            here = self._frontend.running_statistics()
+            self._frontend.load(self._statistics)
+            self._statistics = here
+
+    def note(self) -> str:
+        return self.average.note()
+
+    def state(self) -> list[Entry]:
+        numbers = [Entry(name, Placement.REPLICATED, number.read) for name, number in self.average.numbers().items()]
+        return [*self.update.state(), *numbers, *self._weight_entries()]
+
+    def _weight_entries(self) -> list[Entry]:
+        """List what a checkpoint has beside weights and slots, which are averages or have some that are not ready."""
+        if not self.average.ready:
+            return self._moved.entries(MEAN, self.average.global_weights)
+        entries = self._moved.entries(TRAINING, lambda: self._weights or self._moved.read())
+        for key, x in self._statistics.items() if self._weights else ():
+            name = STATISTICS + key.removeprefix("statistics/")
+            entries.append(Entry(name, Placement.REPLICATED, lambda x=x: x))  # type: ignore[misc]
+        return entries
+
+    def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
+        if placement is Placement.REPLICATED:
+            self.average.load_numbers(tree)
+            self._received |= {key: x for key, x in tree.items() if key.startswith((MEAN, STATISTICS))}
+        else:
+            # The model has the checkpoint's weights, which are the average. It gets those of the training below.
+            received, self._received, self._weights = self._received, {}, []
+            self.average.begin_average()
+            if any(key.startswith(MEAN) for key in received):
+                self.average.take_average(self._moved.read_from(MEAN, received))
+            other = any(key.startswith(STATISTICS) for key in received)
+            self._statistics = self._frontend.running_statistics() if other else {}
+        self.update.load(tree, placement)
+
+    # ---- what the update is
+
+    @property
+    def diverged(self) -> bool:
+        return self.update.diverged
+
+    @property
+    def local_gradients(self) -> bool:
+        return self.update.local_gradients
+
+    @property
+    def lockstep(self) -> bool:
+        return self.update.lockstep
+
+    @property
+    def buckets(self) -> Sequence[Sequence[int]]:
+        return self.update.buckets
+
+    @property
+    def under_way(self) -> bool:
+        return self.update.under_way
+
+    def after_step(self, step: int, samples: int) -> None:
+        self.update.after_step(step, samples)
+
+    def finish_transfers(self) -> None:
+        self.update.finish_transfers()
+
+    def close(self) -> None:
+        self.update.close()
+
+
+def averaged(config: Config, update: Replicated) -> Update:
+    """Return the update with the average that the configuration asks for, if any."""
+    make: Callable[[Replicated], Average]
+    if config.ema:
+        make = partial(ExponentialMean, decay=config.ema.decay, every=config.ema.every_n_steps)
+    elif config.swa:
+        make = partial(EpochMean, epochs=config.swa.epochs)
+    elif config.optim.schedule_free:
+        make = partial(ScheduleFree, beta=config.optim.betas[0])
+    else:
+        return update
+    return Averaged(update, make)

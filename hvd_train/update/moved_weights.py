@@ -1,0 +1,51 @@
+"""The weights that a rank moves, as flat buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from hvd_train.protocol import Entry, Optimizer, Parameters, Tensor, Tree
+from hvd_train.update.flat_state import FlatState
+from hvd_train.update.state import Cell
+
+
+class MovedWeights:
+    """The weights that a rank moves: all, (n,) for each bucket. Where ranks divide them, a subclass has this rank's."""
+
+    def __init__(self, frontend: Parameters, optimizer: Optimizer, buckets: Sequence[Sequence[int]]) -> None:
+        self._frontend, self._optimizer, self._buckets = frontend, optimizer, buckets
+
+    def parts(self, bucket: int) -> Sequence[Tensor]:
+        """Return (n,) for each tensor of a bucket, within a step."""
+        return self._optimizer.parts(bucket)
+
+    def read(self) -> list[Tensor]:
+        """Return (n,) for each bucket, between steps."""
+        return self._frontend.flat_weights()
+
+    def write(self, weights: Sequence[Tensor]) -> None:
+        """Give the model what ``read`` returned; on all ranks alike."""
+        for bucket, x in enumerate(weights):
+            self._optimizer.take(bucket, x)
+
+    def entries(self, prefix: str, read: Callable[[], Sequence[Tensor]]) -> list[Entry]:
+        """List the tensors of what ``read`` gives, (n,) for each bucket, for a checkpoint."""
+        flat, weights = FlatState(self._frontend, self._buckets), cache(read)
+        return [
+            entry
+            for b in range(len(self._buckets))
+            for entry in flat.entries(prefix, b, lambda b=b: weights()[b])  # type: ignore[misc]
+        ]
+
+    def read_from(self, prefix: str, tree: Tree) -> list[Tensor]:
+        """Return the weights as ``read`` does, those called ``prefix`` in ``tree`` in their place.
+
+        What was frozen in the run of ``tree`` is not in it, and has always been as in the model.
+        """
+        flat, ops = FlatState(self._frontend, self._buckets), self._frontend.ops
+        # Copied: TensorFlow's tensors may lie in memory that ranks share.
+        cells = [Cell(ops.from_numpy(ops.to_numpy(x))) for x in self._frontend.flat_weights()]
+        for b, cell in enumerate(cells):
+            flat.load(prefix, b, cell, tree)
+        return [cell.read() for cell in cells]

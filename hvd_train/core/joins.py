@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hvd_train.config import Config
-from hvd_train.config.modes import MODES
 from hvd_train.errors import amount
 
 
@@ -13,7 +12,7 @@ def notes(config: Config, steps: int, begin: int, per_epoch: int) -> list[str]:
     ``steps``: number of its last step; ``begin``: of the step that it goes on from; ``per_epoch``: steps. The result of
     ``outer`` and ``streaming`` has the weights of the last join, and that of ``async`` the centre. Evaluations, too.
     """
-    exchange, mode = config.exchange, MODES[config.exchange.mode]
+    exchange, mode = config.exchange, config.exchange.spec
     if not mode.result:
         return []
     every = getattr(exchange, mode.interval)

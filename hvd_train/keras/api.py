@@ -81,7 +81,7 @@ def distribute(
     if sharded:
         collectively(communicator, lambda: check_elementwise([*given_optimizers, *optimizers_of(model)], WHERE))
     exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options, mode=mode))
-    apart = mode != ALLREDUCE
+    apart = not exchange.spec.gradients
     if apart:
         chosen = {id(x): x for x in (*given_optimizers, *optimizers_of(model))}
         collectively(communicator, lambda: check_apart(list(chosen.values()), mode, sharded, lr_scaling, WHERE))

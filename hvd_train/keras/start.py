@@ -14,7 +14,6 @@ import keras
 
 from hvd_train.compression.uncompressed import Uncompressed
 from hvd_train.config import ExchangeConfig
-from hvd_train.config.modes import ALLREDUCE
 from hvd_train.core.agreement import agree
 from hvd_train.keras import layers, losses, metrics, verify_mode
 from hvd_train.keras.apart import LocalReduction, ModelApart
@@ -63,7 +62,7 @@ class Start:
             model.jit_compile = False
             if communicator.rank == 0:
                 warnings.warn("jit_compile is off: a compiled graph cannot hold a transfer between ranks", stacklevel=3)
-        apart = self.exchange.mode != ALLREDUCE
+        apart = not self.exchange.spec.gradients
         # Gradients that stay on their rank are not compressed.
         kind, compressor = (LocalReduction, Uncompressed()) if apart else (Reduction, self.compressor)
         reduction = kind(model.trainable_variables, compressor, communicator, self.backend)

@@ -148,7 +148,7 @@ def distribute(
     collectively(communicator, lambda: check(whole, optimizers))
     numbers = collectively(communicator, lambda: check_elementwise(optimizers)) if sharded else []
     exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options, overlap, mode))
-    if mode != ALLREDUCE:
+    if not exchange.spec.gradients:
         collectively(communicator, lambda: check_apart(models, optimizers, mode, sync_batchnorm, average, sharded))
     every = agreement_every_n_steps
     _synchronize_start(
@@ -162,7 +162,7 @@ def distribute(
 def _start(plan: ReducerPlan, optimizers: Sequence[torch.optim.Optimizer], numbers: Sequence[Any]) -> None:
     """Let the ranks train as ``plan`` says from now on. ``numbers``: of optimizers to be sharded."""
     communicator, model = plan.communicator, plan.whole
-    if plan.exchange.mode == ALLREDUCE:
+    if plan.exchange.spec.gradients:
         plan.start(trainable(model))
         if communicator.size > 1:
             _shard(optimizers, numbers)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.config import Config, resolved_yaml
-from hvd_train.config.modes import MODES
 from hvd_train.errors import ConfigError, amount
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.launch.environment import world
@@ -113,7 +112,7 @@ def _notes(config: Config) -> list[str]:
     exchange = config.exchange
     if config.swa:
         notes.append("swa is left out: it begins with the last epochs")
-    if exchange.compression != "none" or not MODES[exchange.mode].exact or exchange.op != "average":
+    if exchange.compression != "none" or not exchange.spec.exact or exchange.op != "average":
         notes.append("gradients travel whole and are averaged: exchange.compression, mode and op change the numbers")
     return notes
 
@@ -121,8 +120,7 @@ def _notes(config: Config) -> list[str]:
 def _exchange(config: Config) -> dict[str, Any]:
     """Return the keys of the exchange that change no number, and those of a mode with which N ranks are one."""
     exchange = config.exchange
-    row = MODES[exchange.mode]
-    keys = ("overlap", "mode", *row.options) if row.exact else ("overlap",)
+    keys = ("overlap", "mode", *exchange.spec.options) if exchange.spec.exact else ("overlap",)
     return {key: getattr(exchange, key) for key in keys}
 
 

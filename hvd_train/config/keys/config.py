@@ -17,7 +17,7 @@ from hvd_train.config.keys.parallel import PER_STAGE, ParallelConfig
 from hvd_train.config.keys.section import Count, OneOf, Positive, Section, free, raise_problems
 from hvd_train.config.keys.slurm import SlurmConfig
 from hvd_train.config.keys.task import TaskConfig
-from hvd_train.config.modes import MODES, SHARDED, STAGES, ModeSpec
+from hvd_train.config.modes import SHARDED, STAGES, ModeSpec
 from hvd_train.config.names import did_you_mean
 from hvd_train.config.trackers import TRACKERS
 from hvd_train.frameworks import FRAMEWORKS
@@ -150,7 +150,7 @@ class Config(Section):
             problems.append(("run_dir", "must not be empty"))
         if self.swa and not self.max_steps and self.swa.epochs > (self.max_epochs or 0):
             problems.append(("swa.epochs", f"needs max_epochs of {self.swa.epochs} at least"))
-        if note := MODES[self.exchange.mode].note:
+        if note := self.exchange.spec.note:
             self._notes.append(f"exchange.mode: {self.exchange.mode}: {note}")
         problems += refused(self)
         raise_problems(problems)

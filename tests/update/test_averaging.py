@@ -37,7 +37,8 @@ def connected(communicator, **options):
 
     def build(one):
         over.append(one)
-        return Exchange(frontend.specs(), frontend.packing, make("none"), one, frontend.ops)
+        op = "adasum" if options.get("op") == "adasum" else "sum"
+        return Exchange(frontend.specs(), frontend.packing, make("none"), one, frontend.ops, op=op)
 
     return make_update(ExchangeConfig(**options), frontend, build, Serial()), frontend, over
 

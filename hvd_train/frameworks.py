@@ -24,9 +24,10 @@ class Framework:
     """A record of a framework, which can be read before the framework is loaded.
 
     ``module``: its front-end, a ``protocol.FrontEndModule``; ``communicator``: the module that carries its tensors
-    between ranks, a ``protocol.CommunicatorModule``; ``horovod``: Horovod's module for it; ``packages``: what must be
-    installed; ``zoo``: the package of its models, a file each (empty: it has none). ``format``, ``ending``:
-    its own kind of file, which the module ``exporter`` writes (empty: none), and whether it loads by that ending.
+    between ranks, a ``protocol.CommunicatorModule``; ``packages``: what must be installed; ``horovod``: Horovod's
+    module for it (empty: it needs none); ``zoo``: the package of its models, a file each (empty: it has none).
+    ``format``, ``ending``: its own kind of file, which the module ``exporter`` writes (empty: none), and whether it
+    loads by that ending.
     ``stages``: the front-end of a rank that has a part of the model; ``placed``: of one that has several devices
     (empty: none). ``weight_files``: the module that reads files of weights, by their endings (empty: none).
     ``channels_first``: so it takes images.
@@ -38,8 +39,8 @@ class Framework:
     name: str
     module: str
     communicator: str
-    horovod: str
     packages: tuple[str, ...]
+    horovod: str = ""
     zoo: str = ""
     stages: str = ""
     placed: str = ""

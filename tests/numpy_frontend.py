@@ -1,43 +1,49 @@
-"""A front-end of a few lines of NumPy and ranks that are threads: the core runs on them as on any framework."""
+"""A third framework, whole: softmax regression in NumPy. It trains, evaluates, predicts, resumes, and sums over ranks.
+
+It needs neither Horovod nor another framework. What a framework gives stands in the order of the page "extending":
+operations, model, optimizer, communicator, and the functions of its module. ``tests/numpy_ranks.py`` has its record.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+import time
+from functools import partial, reduce
 
 import ml_dtypes  # noqa: F401  makes NumPy know bfloat16
 import numpy as np
 
-from hvd_train.config import TaskConfig
+from hvd_train.config import OptimConfig, TaskConfig
+from hvd_train.errors import ConfigError
 from hvd_train.frontends.base import StateTree
+from hvd_train.frontends.mpi import MpiWindow, mpi_world
 from hvd_train.frontends.named_arrays import Layout, NamedArrays
+from hvd_train.launch.environment import world
 from hvd_train.protocol import Field, Groups, Packing, Sample, TensorSpec
 from hvd_train.task.task import Task
 from hvd_train.update.state import Cell, EagerControl
-from tests.limits import SECONDS
+
+# ---- operations (protocol.Ops)
 
 
 class NumpyOps(EagerControl):
+    """``EagerControl`` has the operations that decide when something runs."""
+
+    from_numpy = to_numpy = stack = staticmethod(np.array)
+    reshape, concat = staticmethod(np.reshape), staticmethod(np.concatenate)
+    round, where, sum, max = map(staticmethod, (np.round, np.where, np.sum, np.max))
+
     def library_metric(self, metric, logits):
         return None
-
-    def from_numpy(self, x):
-        return np.array(x)
-
-    def to_numpy(self, x):
-        return np.array(x)
 
     def cast(self, x, dtype):
         return np.asarray(x).astype(dtype)
 
+    def dtype(self, x):
+        return x.dtype.name
+
     def keep(self, x):
         return Cell(np.array(x))
-
-    def reshape(self, x, shape):
-        return np.reshape(x, shape)
 
     def topk(self, x, k):
         return np.argpartition(-x, k - 1)[:k]
@@ -47,9 +53,6 @@ class NumpyOps(EagerControl):
 
     def take(self, x, indices):
         return x[indices]
-
-    def concat(self, parts, axis=0):
-        return np.concatenate(parts, axis)
 
     def split(self, x, sizes):
         return np.split(x, np.cumsum(sizes)[:-1])
@@ -75,21 +78,6 @@ class NumpyOps(EagerControl):
     def clip(self, x, limit):
         return np.clip(x, -limit, limit)
 
-    def dtype(self, x):
-        return x.dtype.name
-
-    def round(self, x):
-        return np.round(x)
-
-    def where(self, condition, a, b):
-        return np.where(condition, a, b)
-
-    def sum(self, x, axis):
-        return np.sum(x, axis=axis)
-
-    def max(self, x, axis=None):
-        return np.max(x, axis)
-
     def add_at(self, x, start, part):
         x[start : start + len(part)] += part
         return x
@@ -103,10 +91,7 @@ class NumpyOps(EagerControl):
     def nbytes(self, x):
         return x.nbytes
 
-    def stack(self, parts):
-        return np.array(parts)
-
-    def cross_entropy(self, logits, labels, own=None):
+    def cross_entropy(self, logits, labels, present=None):
         z = logits - logits.max(-1, keepdims=True)
         return np.log(np.exp(z).sum(-1)) - self.take_last(z, labels)
 
@@ -138,271 +123,282 @@ class NumpyOps(EagerControl):
         return np.isfinite(x).all()
 
 
-class World:
-    """What the threads of one world share."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.slots = size, [None] * size
-        self.barrier = threading.Barrier(size, timeout=SECONDS)
-
-    def gather(self, rank, value):
-        self.slots[rank] = value
-        self.barrier.wait()
-        everyone = list(self.slots)
-        self.barrier.wait()
-        return everyone
-
-
-class Threads:
-    """A communicator whose ranks are threads; sums are in rank order."""
-
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank, self.size = world, rank, world.size
-        self.local_rank, self.local_size, self.mpi, self.waited = rank, world.size, False, 0.0
-
-    def open(self):
-        pass
-
-    def close(self):
-        pass
-
-    def allreduce_async(self, x, name, op="sum"):
-        parts = self.world.gather(self.rank, (name, np.array(x)))
-        assert len({part[0] for part in parts}) == 1, f"ranks reduce different tensors: {parts}"
-        total = functools.reduce(np.add, [part[1] for part in parts])  # -0 and -0 is -0
-        return total / self.size if op == "average" else total
-
-    def allgather_async(self, x, name):
-        return np.concatenate(self.world.gather(self.rank, np.array(x)))
-
-    def alltoall_async(self, x, sizes, name):
-        parts = self.world.gather(self.rank, np.split(np.array(x), np.cumsum(sizes)[:-1]))
-        return np.concatenate([part[self.rank] for part in parts])
-
-    def synchronize(self, handle):
-        return handle
-
-    def broadcast_bytes(self, data, root=0):
-        return self.world.gather(self.rank, data)[root]
-
-    def allgather_bytes(self, data, name="bytes"):
-        return self.world.gather(self.rank, data)
-
-    def gather_bytes(self, data):
-        parts = self.world.gather(self.rank, data)
-        return parts if self.rank == 0 else []
-
-    def scatter_bytes(self, parts):
-        return self.world.gather(self.rank, parts)[0][self.rank]
-
-    def barrier(self):
-        self.world.gather(self.rank, None)
-
-    def window(self, entries, dtype):
-        memories = self.world.gather(self.rank, np.zeros(entries, dtype))
-        return ThreadsWindow(memories, self.world.gather(self.rank, threading.Lock())[0])
-
-
-class ThreadsWindow:
-    """``memories``: of all ranks, under one lock."""
-
-    def __init__(self, memories, lock):
-        self.memories, self.lock = memories, lock
-
-    def read(self, rank, into):
-        with self.lock:
-            into[:] = self.memories[rank]
-
-    def add(self, rank, x):
-        with self.lock:
-            self.memories[rank] += x
-
-    def change(self, rank, to):
-        with self.lock:
-            old = self.memories[rank].copy()
-            self.memories[rank][:] = to(old)
-            return old
-
-    def close(self):
-        pass
-
-
-def run_ranks(size, work):
-    """[work(communicator)] of all ranks; the first error ends the others."""
-    world = World(size)
-
-    def guarded(rank):
-        try:
-            return work(Threads(world, rank))
-        except threading.BrokenBarrierError:
-            return None
-        except BaseException:
-            world.barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(guarded, rank) for rank in range(size)]
-        return [future.result(SECONDS) for future in futures]
+# ---- the model (protocol.FrontEnd)
 
 
 class NumpyFrontEnd(StateTree):
-    """Softmax regression in float64 with momentum SGD; a "statistic" counts this rank's samples."""
+    """Softmax regression. The running statistic is a moving average of this rank's inputs; no output depends on it.
+
+    ``StateTree`` has names, averages, checksums and the defaults of what a framework may leave out. ``checks``: a step
+    is left out where a gradient of some rank is not finite (``Config.checks_gradients``).
+    """
 
     packing = Packing(bucket_bytes=1 << 20, alone_bytes=1 << 20)
 
-    def __init__(self, ranks, input_size, num_classes, momentum=0.9, poison_at=None, checks=False):
-        self.groups = ranks if isinstance(ranks, Groups) else Groups.of(ranks)
-        self.ops, self.momentum = NumpyOps(), momentum
-        label = Field((), "int64", classes=num_classes)
-        self.task = Task(TaskConfig(), Sample({"input": Field((input_size,), "float32")}, {"label": label}), self.ops)
+    def __init__(self, groups, sample, task, optim, dtype="float64", checks=False):
+        self.groups, self._sample, self.optim, self.dtype, self.checks = groups, sample, optim, dtype, checks
+        self.ops, self.failed = NumpyOps(), False
+        self.task = Task(task, sample, self.ops)
+        input_size, num_classes = math.prod(sample.input_shape), sample.num_classes
         rng = np.random.default_rng(self.groups.world.rank)  # different on purpose: rank 0's must win
         self.w = {"w": rng.normal(size=(input_size, num_classes)), "b": rng.normal(size=num_classes)}
-        self.layouts = {n: Layout.of(x.shape, (n, None, None, x.shape)) for n, x in self.w.items()}
+        self.w = {name: x.astype(self.dtype) for name, x in self.w.items()}
+        self.statistic = np.zeros(1, dtype)
+        # {name here: canonical name, and how axes are changed: not at all}
+        self.layouts = {name: Layout.of(x.shape, (name, None, None, x.shape)) for name, x in self.w.items()}
         self.layouts["mean"] = Layout.of((1,), ("norm.mean", None, None, (1,)))
-        self.sums = {n: np.zeros_like(x) for n, x in self.w.items()}
-        self.statistic = np.zeros(1)
-        self.seeds, self.poison_at, self.steps = [], poison_at, 0
-        self.checks, self.failed = checks, False
+        self._discard_gradients()
+        self._probe_task(sample)
+
+    @classmethod
+    def of(cls, ranks, features, classes, momentum=0.9, **options):
+        """Make one for tests of something else; ``ranks``: a communicator, or Groups."""
+        sample = Sample({"input": Field((features,), "float32")}, {"label": Field((), "int64", classes=classes)})
+        groups = ranks if isinstance(ranks, Groups) else Groups.of(ranks)
+        return cls(groups, sample, TaskConfig(), OptimConfig(momentum=momentum), **options)
+
+    @property
+    def _trainable(self):
+        return self.w
 
     def specs(self):
-        return [TensorSpec(n, x.shape, "float64") for n, x in self.w.items()]
+        return [TensorSpec(name, x.shape, self.dtype) for name, x in self._moved.items()]
 
-    def without_dropout(self):
-        pass  # it has none
-
-    def connect(self, update):
-        self.update = update
-        return NumpyMomentum(self)
-
-    def to_device(self, batch):
-        return batch
-
-    def _place_labels(self, batch):
-        return batch.labels, batch.weights
-
-    def _forward(self, batch):
-        (x,), (labels,) = batch.inputs.values(), batch.labels.values()
-        x = x.reshape(len(x), -1).astype(np.float64)
-        z = x @ self.w["w"] + self.w["b"]
-        z -= z.max(axis=1, keepdims=True)
-        logp = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
-        rows = np.arange(len(x))
-        losses = -logp[rows, labels] * batch.weights
-        correct = (logp.argmax(1) == labels) * batch.weights
-        return x, logp, labels, np.array([losses.sum(), correct.sum(), batch.weights.sum()], np.float64)
-
-    def add_gradients(self, batch, scale, seed):
-        x, logp, labels, sums = self._forward(batch)
-        self.seeds.append(seed)
-        error = np.exp(logp)
-        error[np.arange(len(x)), labels] -= 1
-        error *= batch.weights[:, None].astype(np.float64) * scale
-        self.sums["w"] += x.T @ error
-        self.sums["b"] += error.sum(axis=0)
-        self.statistic = 0.9 * self.statistic + 0.1 * x.mean()
-        return sums
-
-    def train_step(self, batch, scale, seed, learning_rate, unscale=1.0):
-        sums = self.add_gradients(batch, scale, seed)
-        if self.steps == self.poison_at:
-            sums = sums * [np.nan, 1, 1]
-        self.steps += 1
-        flats = self.update.exchange.to_buckets([x * unscale for x in self.sums.values()])
-        if self.checks:
-            self.failed = float(self.update.failures(flats)[0]) > 0
-            if self.failed:
-                self.sums = {n: np.zeros_like(x) for n, x in self.w.items()}
-                return sums
-        self.update.step(self.update.reduce(flats), learning_rate)
-        self.update.begin()
-        self.sums = {n: np.zeros_like(x) for n, x in self.w.items()}
-        return sums
-
-    def begin_statistics(self):
-        self.gathered = np.zeros(2)
-        return True
-
-    def add_statistics(self, batch):
-        (x,) = batch.inputs.values()
-        means = x.reshape(len(x), -1).astype(np.float64).mean(1)
-        part = np.array([(means * batch.weights).sum(), batch.weights.sum()], np.float64)
-        part = self.groups.data.allreduce_async(part, "statistics") if self.groups.data.size > 1 else part
-        self.gathered += part if np.isfinite(part).all() else 0.0  # as batch normalization has it
-
-    def take_statistics(self):
-        self.statistic = self.gathered[:1] / self.gathered[1]
-
-    def flat_weights(self):
-        return [flat.copy() for flat in self.update.exchange.to_buckets(list(self.w.values()))]
-
-    def finite(self):
-        return not self.failed
-
-    def _measure_error(self, batch, scale, seed):
-        raise NotImplementedError
-
-    def _eval_outputs(self, inputs):
-        raise NotImplementedError
-
-    def evaluate_batch(self, batch):
-        return self._forward(batch)[3]
-
-    def predict(self, batch):
-        return self._forward(batch)[1]
-
-    def _weights(self):
-        return self.w.items()
+    # -- state: ``StateTree`` makes trees for checkpoints of these
 
     def _readers(self):
-        weights = {f"weights/{n}": partial(np.array, x) for n, x in self.w.items()}
+        weights = {f"weights/{name}": partial(np.array, x) for name, x in self.w.items()}
         return weights | {"statistics/mean": partial(np.array, self.statistic)}
 
     def _assign(self, arrays):
         for key, array in arrays.items():
             kind, _, name = key.partition("/")
             if kind == "weights":
-                self.w[name] = np.array(array)
+                self.w[name] = np.array(array, self.dtype)
             else:
-                self.statistic = np.array(array)
+                self.statistic = np.array(array, self.dtype)
+
+    def _weights(self):
+        return self.w.items()
+
+    def flat_weights(self):
+        return [flat.copy() for flat in self.update.exchange.to_buckets(list(self._moved.values()))]
+
+    # -- batches
+
+    def to_device(self, batch):
+        inputs = {name: self._scaled(batch.inputs[name], field) for name, field in self._sample.inputs.items()}
+        return inputs, *self._place_labels(batch)
+
+    def _place_labels(self, batch):
+        return {name: batch.labels[name] for name in self._label_fields(batch)}, batch.weights.astype(self.dtype)
+
+    def _scaled(self, x, field):
+        """Scale an array as its field says, in 32 bits as the other frameworks do."""
+        if field.divisor != 1:
+            x = x.astype(np.float32) / np.float32(field.divisor)
+        if field.mean:
+            x = (x - np.array(field.mean, np.float32)) / np.array(field.std, np.float32)
+        return x.astype(self.dtype)
+
+    # -- training, evaluation, prediction
+
+    def connect(self, update):
+        self.update = update
+        return NumpySGD(self)
+
+    def _eval_outputs(self, inputs):
+        (x,) = inputs.values()
+        return x.reshape(len(x), -1) @ self.w["w"] + self.w["b"]
+
+    def add_gradients(self, placed, scale, seed):
+        inputs, labels, weights = placed
+        (x,), (label,), (factor,) = inputs.values(), labels.values(), self._scales(scale)
+        logits = self._eval_outputs(inputs)
+        _, sums = self.task(logits, labels, weights)
+        # Of the cross-entropy by the logits: softmax(z) - 1 for the label's class.
+        error = np.exp(logits - logits.max(1, keepdims=True))
+        error /= error.sum(1, keepdims=True)
+        error[np.arange(len(x)), label] -= 1
+        error *= weights[:, None] * factor
+        x = x.reshape(len(x), -1)
+        self.gradients["w"] += x.T @ error
+        self.gradients["b"] += error.sum(axis=0)
+        self.statistic = 0.9 * self.statistic + 0.1 * x.mean()
+        return sums
+
+    def train_step(self, placed, scale, seed, learning_rate, unscale=1.0):
+        sums = self.add_gradients(placed, scale, seed)
+        flats = self._flat_gradients(unscale)
+        self.failed = self.checks and float(self.update.failures(flats)[0]) > 0
+        if not self.failed:
+            self.update.step(self.update.reduce(flats), learning_rate)
+            self.update.begin()
+        self._discard_gradients()
+        return sums
+
+    def _flat_gradients(self, factor=1.0):
+        return self.update.exchange.to_buckets([self.gradients[name] * factor for name in self._moved])
+
+    def _discard_gradients(self):
+        self.gradients = {name: np.zeros_like(x) for name, x in self.w.items()}
+
+    def finite(self):
+        return not self.failed
+
+    def _measure_error(self, placed, scale, seed):
+        self.add_gradients(placed, scale, seed)
+        figures = self.update.compression_error(self._flat_gradients())
+        self._discard_gradients()
+        return figures
+
+    def evaluate_batch(self, placed):
+        inputs, labels, weights = placed
+        return self.task.scores(self._eval_outputs(inputs), labels, weights)
+
+    def predict(self, placed):
+        return self._eval_outputs(placed[0])
+
+    def without_dropout(self):
+        pass  # it has none
+
+    # -- running statistics by a pass over the data
+
+    def begin_statistics(self):
+        self._gathered = np.zeros(2)
+        return True
+
+    def add_statistics(self, placed):
+        inputs, _, weights = placed
+        (x,) = inputs.values()
+        part = np.array([(self.ops.row_means(x) * weights).sum(), weights.sum()], np.float64)
+        part = self.groups.data.allreduce_async(part, "statistics") if self.groups.data.size > 1 else part
+        self._gathered += part if np.isfinite(part).all() else 0.0  # as batch normalization has it
+
+    def take_statistics(self):
+        self.statistic = (self._gathered[:1] / self._gathered[1]).astype(self.dtype)
 
 
-class NumpyMomentum(NamedArrays):
-    """m = momentum m + g; w -= lr m."""
+# ---- the optimizer (protocol.Optimizer)
 
-    words = 2
+
+class NumpySGD(NamedArrays):
+    """m = momentum m + g + decay w; w -= lr m, or lr (g + decay w + momentum m) after Nesterov."""
+
+    words = 2  # of a key before a weight's name: slots/momentum/
 
     def __init__(self, frontend):
         self.frontend, self.layouts = frontend, frontend.layouts
-        self.slots = {n: np.zeros_like(x) for n, x in frontend.w.items()}
+        self.slots = {name: np.zeros_like(x) for name, x in frontend._moved.items()}
 
     def step(self, gradients, learning_rate):
-        frontend = self.frontend
-        for n, gradient in zip(frontend.w, frontend.update.exchange.from_buckets(gradients), strict=True):
-            self.slots[n] = frontend.momentum * self.slots[n] + gradient
-            frontend.w[n] = frontend.w[n] - learning_rate * self.slots[n]
+        w, o = self.frontend.w, self.frontend.optim
+        for name, gradient in zip(self.slots, self.frontend.update.exchange.from_buckets(gradients), strict=True):
+            gradient = gradient + o.weight_decay * w[name]
+            self.slots[name] = o.momentum * self.slots[name] + gradient
+            w[name] = w[name] - learning_rate * (
+                gradient + o.momentum * self.slots[name] if o.nesterov else self.slots[name]
+            )
 
     def weights(self, bucket):
-        return self.frontend.update.exchange.to_buckets(list(self.frontend.w.values()))[bucket]
+        return np.concatenate(self.parts(bucket))
 
     def parts(self, bucket):
-        weights = list(self.frontend.w.values())
-        return [weights[i].reshape(-1) for i in self.frontend.update.buckets[bucket]]
+        names = list(self.slots)
+        return [self.frontend.w[names[i]].reshape(-1) for i in self.frontend.update.buckets[bucket]]
 
     def take(self, bucket, weights):
-        members, names = self.frontend.update.buckets[bucket], list(self.frontend.w)
-        sizes = [self.frontend.w[names[i]].size for i in members]
-        for i, part in zip(members, np.split(weights, np.cumsum(sizes)[:-1]), strict=True):
-            self.frontend.w[names[i]] = part.reshape(self.frontend.w[names[i]].shape).copy()
+        names, w = list(self.slots), self.frontend.w
+        members = [names[i] for i in self.frontend.update.buckets[bucket]]
+        for name, part in zip(members, NumpyOps().split(weights, [w[name].size for name in members]), strict=True):
+            w[name] = part.reshape(w[name].shape).copy()
 
     def _readers(self):
-        return {f"slots/momentum/{n}": partial(np.array, x) for n, x in self.slots.items()}
+        return {f"slots/momentum/{name}": partial(np.array, x) for name, x in self.slots.items()}
 
     def _assign(self, arrays):
         for key, array in arrays.items():
             self.slots[key.split("/", 2)[2]] = np.array(array)
 
 
-# ---- what a framework's record asks of its module (protocol.FrontEndModule)
+# ---- the communicator (protocol.Communicator)
+
+
+class Gathered:
+    """All transfers as one: a subclass says how ``everyone`` collects a value of each rank, in rank order."""
+
+    rank = local_rank = 0
+    size = local_size = 1
+    mpi, waited = False, 0.0
+
+    def close(self):
+        pass
+
+    def failure(self, error=None):
+        return None
+
+    def timed(self, value):
+        began = time.perf_counter()
+        try:
+            return self.everyone(value)
+        finally:
+            self.waited += time.perf_counter() - began
+
+    def allreduce_async(self, x, name, op="sum"):
+        parts = self.timed((name, np.array(x)))
+        assert len({part[0] for part in parts}) == 1, f"ranks reduce different tensors: {parts}"
+        total = reduce(np.add, [part[1] for part in parts])  # -0 and -0 is -0
+        return total / self.size if op == "average" else total
+
+    def allgather_async(self, x, name):
+        return np.concatenate(self.timed(np.array(x)))
+
+    def alltoall_async(self, x, sizes, name):
+        parts = self.timed(NumpyOps().split(np.array(x), sizes))
+        return np.concatenate([part[self.rank] for part in parts])
+
+    def reduce_scatter_async(self, x, sizes, name):
+        return NumpyOps().split(self.allreduce_async(x, name), sizes)[self.rank]
+
+    def synchronize(self, handle):
+        return handle
+
+    def broadcast_bytes(self, data, root=0):
+        return self.timed(data)[root]
+
+    def allgather_bytes(self, data, name="bytes"):
+        return self.timed(data)
+
+    def gather_bytes(self, data):
+        parts = self.timed(data)
+        return parts if self.rank == 0 else []
+
+    def scatter_bytes(self, parts):
+        return self.timed(parts)[0][self.rank]
+
+    def barrier(self):
+        self.timed(None)
+
+
+class Processes(Gathered):
+    """Ranks that mpirun has started, over mpi4py."""
+
+    mpi = True
+
+    def open(self):
+        here = world()
+        self._world = mpi_world(here)
+        self.rank, self.size = here.rank, here.size
+        self.local_rank, self.local_size = here.local_rank, here.local_size
+
+    def everyone(self, value):
+        return self._world.allgather(value)
+
+    def window(self, entries, dtype):
+        return MpiWindow(self._world, entries, dtype)
+
+
+# ---- the module (protocol.FrontEndModule, protocol.CommunicatorModule)
 
 
 def configure(threads):
@@ -410,28 +406,25 @@ def configure(threads):
 
 
 def open_frontend(config, groups, sample):
-    return NumpyFrontEnd(groups, math.prod(sample.input_shape), sample.num_classes, config.optim.momentum)
+    refuse_what_it_has_not(config)
+    dtype = "float64" if config.precision == "64" else "float32"
+    return NumpyFrontEnd(groups, sample, config.task, config.optim, dtype, config.checks_gradients)
 
 
-def make_communicator(expected_size):
-    import torch
-
-    from hvd_train.frontends.pytorch.communicator import HorovodTorch
-
-    class HorovodNumpy(HorovodTorch):
-        def allreduce_async(self, x, name, op="sum"):
-            return super().allreduce_async(torch.from_numpy(np.array(x)), name, op)
-
-        def allgather_async(self, x, name):
-            return super().allgather_async(torch.from_numpy(np.array(x)), name)
-
-        def alltoall_async(self, x, sizes, name):
-            return super().alltoall_async(torch.from_numpy(np.array(x)), sizes, name)
-
-        def synchronize(self, handle):
-            return super().synchronize(handle).numpy()
-
-    return HorovodNumpy(expected_size)
+def refuse_what_it_has_not(config):
+    """Other numbers would come out, without a word."""
+    losses = [loss for loss, _ in config.task.terms.values()]
+    refused = {
+        f"optim.name: {config.optim.name}": config.optim.name != "sgd",
+        f"precision: {config.precision}": config.precision not in ("32", "64"),
+        "optim.sharded": config.optim.sharded,
+        "optim.groups": bool(config.optim.groups),
+        f"task.loss: {', '.join(losses)}": losses != ["cross_entropy"],
+        "task.class_weights": bool(config.task.class_weights),
+    }
+    for where, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError("numpy has none of it", where=where, fix="leave it out, or take framework: pytorch")
 
 
 def cpu_ops():
@@ -440,3 +433,7 @@ def cpu_ops():
 
 def gpus():
     return 0
+
+
+def make_communicator(expected_size):
+    return Processes()

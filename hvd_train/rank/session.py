@@ -180,8 +180,9 @@ def preload(framework: str, wanted_threads: int | str, ranks: int, verbose: bool
     for name, value in rank_settings(here, framework, threads(wanted_threads, here), verbose).items():
         os.environ.setdefault(name, value)
     _load(framework, verbose, skip_unneeded=True)
-    with _without_noise(verbose):
-        importlib.import_module(FRAMEWORKS[framework].horovod)
+    if FRAMEWORKS[framework].horovod:
+        with _without_noise(verbose):
+            importlib.import_module(FRAMEWORKS[framework].horovod)
 
 
 def _load(framework: str, verbose: bool, skip_unneeded: bool) -> FrontEndModule:

@@ -15,7 +15,8 @@ from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Packing, TensorSpec
 from hvd_train.update.exchange import Exchange
 from tests.frontends.test_contract import OPS
-from tests.numpy_frontend import NumpyOps, run_ranks
+from tests.numpy_frontend import NumpyOps
+from tests.rank_threads import run_ranks
 
 SHAPES = [(6, 4), (4,), (4, 9), (9,), (16, 16), (3, 3, 8, 8)]
 # {name: options}

@@ -15,7 +15,8 @@ from hvd_train.update.error_meter import compression_error
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.sharded import ShardedExchange
 from tests.frontends.test_contract import OPS
-from tests.numpy_frontend import NumpyOps, Threads, run_ranks
+from tests.numpy_frontend import NumpyOps
+from tests.rank_threads import Threads, run_ranks
 
 NAMES = ("bf16", "int8", "int4")
 BITS = {"bf16": 16, "int8": 8, "int4": 4}

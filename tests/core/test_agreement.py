@@ -9,7 +9,7 @@ from hvd_train.core.agreement import agree, agree_on_weights, collectively, due
 from hvd_train.errors import CommunicationError, ConfigError, DataError, NonFiniteError, TrainError
 from hvd_train.frontends.base import checksum
 from hvd_train.frontends.serial import Serial
-from tests.numpy_frontend import run_ranks
+from tests.rank_threads import run_ranks
 
 
 def caught(work):

@@ -22,7 +22,7 @@ from hvd_train.run_folder import log as log_module
 from hvd_train.run_folder.jsonl import MetricsFile
 from hvd_train.run_folder.log import NullLog, RunLog
 from tests.core.test_loop import config, final, same, trainer, without_speed
-from tests.numpy_frontend import run_ranks
+from tests.rank_threads import run_ranks
 from tests.run_folder.test_log import Disk
 
 

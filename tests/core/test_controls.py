@@ -18,7 +18,7 @@ from hvd_train.checkpoint import resume_rules, store
 from hvd_train.errors import CheckpointError
 from tests.checkpoint.test_store import TREE, snapshot
 from tests.core.test_loop import KillingLog, Stop, config, final, same, trainer
-from tests.numpy_frontend import run_ranks
+from tests.rank_threads import run_ranks
 
 
 class Disk:

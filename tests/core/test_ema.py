@@ -59,7 +59,7 @@ def test_the_mean_is_evaluated_and_saved_and_training_goes_on_with_the_weights(t
     assert all((saved.model[key] == tree[key]).all() for key in mean)
     # Its evaluation is that of the mean.
     made.frontend._assign(mean)
-    sums = made.frontend.evaluate_batch(next(made.val_loader.evaluation()))
+    sums = made.frontend.evaluate_batch(made.frontend.to_device(next(made.val_loader.evaluation())))
     assert summary["val_loss"] != pytest.approx(final(1, config(), tmp_path / "again")[0]["val_loss"], rel=1e-3)
     assert np.isfinite(sums).all()
 

@@ -34,7 +34,8 @@ from hvd_train.update.exchange import Exchange
 from hvd_train.update.replicated import Replicated
 from hvd_train.update.state import read, training_state
 from tests.limits import SECONDS
-from tests.numpy_frontend import NumpyFrontEnd, Threads, World, run_ranks
+from tests.numpy_frontend import NumpyFrontEnd
+from tests.rank_threads import Threads, World, run_ranks
 
 N, VAL, FEATURES, CLASSES = 53, 17, 5, 3
 rng = np.random.default_rng(0)
@@ -85,10 +86,23 @@ def config(**keys):
     return Config.model_validate(settings | keys)
 
 
+class Watched(NumpyFrontEnd):
+    """Counts the steps that it took; the loss of step number ``poison_at`` (from 0) is not a number."""
+
+    def __init__(self, *arguments, poison_at=None, **options):
+        super().__init__(*arguments, **options)
+        self.steps, self.poison_at = 0, poison_at
+
+    def train_step(self, *arguments):
+        sums = super().train_step(*arguments)
+        self.steps += 1
+        return sums * [np.nan, 1, 1] if self.steps - 1 == self.poison_at else sums
+
+
 def trainer(ranks, c, folder, log=None, compressor=None, resume=False, hooks=(), until=None, kind=None, **options):
     """``ranks``: a communicator of all ranks, or the groups."""
     groups = ranks if isinstance(ranks, Groups) else Groups.of(ranks)
-    frontend = NumpyFrontEnd(groups, FEATURES, CLASSES, **options)
+    frontend = Watched.of(groups, FEATURES, CLASSES, **options)
 
     def build(over):
         return Exchange(
@@ -169,7 +183,7 @@ def test_one_rank_is_plain_gradient_descent(tmp_path):
     """The same training written out: full batches in the loader's order, momentum, mean loss."""
     c = config(max_epochs=2)
     _, tree, _, made = final(1, c, tmp_path)
-    start = NumpyFrontEnd(made.communicator, FEATURES, CLASSES)
+    start = NumpyFrontEnd.of(made.communicator, FEATURES, CLASSES)
     w, m = np.vstack([start.w["w"], start.w["b"]]), 0.0
     for epoch in range(2):
         for step in made.train_loader.epoch(epoch):
@@ -476,7 +490,7 @@ def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(tmp_path):
     final(1, config(), tmp_path)
 
     def work(communicator):
-        frontend = NumpyFrontEnd(communicator, FEATURES + 1, CLASSES)
+        frontend = NumpyFrontEnd.of(communicator, FEATURES + 1, CLASSES)
         parts = frontend.specs(), frontend.packing, make("none"), communicator, frontend.ops, None
         made = Trainer(
             config(), frontend, Replicated(frontend, Exchange(*parts)), TRAIN, VALIDATION, tmp_path, NullLog()

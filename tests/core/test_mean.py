@@ -8,7 +8,8 @@ import pytest
 
 from hvd_train.core.mean import differing, mean, sums
 from hvd_train.errors import CommunicationError
-from tests.numpy_frontend import NumpyFrontEnd, NumpyOps, run_ranks
+from tests.numpy_frontend import NumpyFrontEnd, NumpyOps
+from tests.rank_threads import run_ranks
 
 DTYPES = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16]
 SIZES = [1, 2, 3, 4, 6]
@@ -100,7 +101,7 @@ def test_a_front_end_leaves_alone_what_is_equal(size):
     weights = {"w": np.full((2, 3), 0.1), "b": np.array([0.1, 0.7, np.finfo(np.float64).min])}
 
     def work(communicator):
-        frontend = NumpyFrontEnd(communicator, 2, 3)
+        frontend = NumpyFrontEnd.of(communicator, 2, 3)
         frontend.w = {name: x.copy() for name, x in weights.items()}
         frontend.statistic = np.array([np.finfo(np.float64).min])
         frontend.average(weights)

@@ -19,7 +19,8 @@ from hvd_train.run_folder.log import NullLog
 from hvd_train.update.state import read
 from tests.core import test_loop, test_swa
 from tests.core.test_loop import CLASSES, Recorder, config, final, same, steps_saved, trainer
-from tests.numpy_frontend import NumpyFrontEnd, run_ranks
+from tests.numpy_frontend import NumpyFrontEnd
+from tests.rank_threads import run_ranks
 
 EPOCHS = 3
 

@@ -20,7 +20,7 @@ from hvd_train.update.state import weights
 from tests.core.test_control_sync import Signal
 from tests.core.test_loop import VAL, N, Recorder, config, final, same, trainer
 from tests.limits import SECONDS
-from tests.numpy_frontend import run_ranks
+from tests.rank_threads import run_ranks
 
 ALL = [name for name, row in MODES.items() if not row.lockstep]
 PARTS = {1: 7, 2: 14, 3: 21, 4: 28}  # of an epoch of 53 samples in batches of 8

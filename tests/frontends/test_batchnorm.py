@@ -26,8 +26,8 @@ from tests.frontends.test_contract import (
     part,
     sample_of,
 )
-from tests.numpy_frontend import Threads, run_ranks
 from tests.own_models import pytorch_norm
+from tests.rank_threads import Threads, run_ranks
 
 SHAPE = (6, 5, 2)
 NORM = {"pytorch": "tests.own_models:pytorch_norm", "tensorflow": "tests.own_models:keras_norm"}

@@ -22,7 +22,7 @@ from hvd_train.task.task import Task
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.replicated import Replicated
 from hvd_train.update.state import read, training_state
-from tests.numpy_frontend import NumpyFrontEnd
+from tests import numpy_frontend
 
 SHAPE, CLASSES, ROWS = (4, 3, 1), 3, 6
 OWN = {"pytorch": "tests.own_models:pytorch_dropout", "tensorflow": "tests.own_models:keras_dropout"}
@@ -31,6 +31,8 @@ ALL = ["numpy", *FRAMEWORKS]
 
 
 def module(framework):
+    if framework == "numpy":
+        return numpy_frontend
     if framework == "pytorch":
         from hvd_train.frontends.pytorch import model as pt
 
@@ -57,12 +59,10 @@ def opened(
 ):
     """A front-end on one rank, connected unless told otherwise."""
     optim = {"lr": 0.1, "momentum": 0.9} if optim is None else optim
-    if framework == "numpy":
-        frontend = NumpyFrontEnd(Serial(), int(np.prod(shape)), CLASSES, momentum=optim.get("momentum", 0.0))
-    else:
-        settings = {"framework": framework, "model": model or {"name": "mlp", "hidden": [5]}, "optim": optim}
-        config = Config.model_validate({"precision": 64, "device": "cpu"} | settings | keys)
-        frontend = module(framework).open_frontend(config, Groups.of(Serial()), sample_of(shape, CLASSES))
+    known = framework if framework in FRAMEWORKS else "pytorch"  # of a configuration
+    settings = {"framework": known, "model": model or {"name": "mlp", "hidden": [5]}, "optim": optim}
+    config = Config.model_validate({"precision": 64, "device": "cpu"} | settings | keys)
+    frontend = module(framework).open_frontend(config, Groups.of(Serial()), sample_of(shape, CLASSES))
     parts = frontend.specs(), frontend.packing, compressor or make("none"), frontend.groups.data, frontend.ops
     if connect:
         Replicated(frontend, wrap(Exchange(*parts, small=0)))
@@ -642,7 +642,7 @@ def test_weights_that_begin_at_multiples_of_bytes_train_to_the_same_numbers(opti
 # ---- what a sample is made of
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", ALL)
 def test_bytes_become_the_floats_that_they_were(framework):
     """Bit for bit those of a division by 255 in float32, with statistics and gradients of them."""
     rng, fronts = np.random.default_rng(0), []
@@ -962,7 +962,7 @@ def test_a_loss_that_cannot_be_used_is_one_line_before_training(framework, loss,
 # ---- verbs
 
 OPS = {
-    "numpy": lambda: NumpyFrontEnd(Serial(), 2, 2).ops,
+    "numpy": lambda: module("numpy").cpu_ops(),
     "pytorch": lambda: module("pytorch").cpu_ops(),
     "tensorflow": lambda: module("tensorflow").cpu_ops(),
 }
@@ -1084,7 +1084,7 @@ def test_verbs_give_copies(framework):
 # ---- 32 bits
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", ALL)
 def test_precision_32_computes_in_float32_and_counts_in_float64(framework):
     frontend = opened(framework, precision=32)
     assert {s.dtype for s in frontend.specs()} == {"float32"}
@@ -1093,7 +1093,7 @@ def test_precision_32_computes_in_float32_and_counts_in_float64(framework):
     assert {x.dtype.name for x in everything(frontend).values()} == {"float32"}
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", ALL)
 def test_the_compression_error_leaves_no_trace(framework):
     model, shape = {"name": "resnet", "width": 2, "blocks": [1, 1]}, (8, 8, 1)
     asked, other = (opened(framework, model, compressor=Threshold(0.05), shape=shape) for _ in range(2))

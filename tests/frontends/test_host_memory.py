@@ -17,7 +17,7 @@ from hvd_train.errors import LostRankError
 from hvd_train.frontends.host_memory import VARIABLE, HostMemory, offsets
 from hvd_train.update.sharded import part_sizes
 from tests.limits import SECONDS
-from tests.numpy_frontend import run_ranks
+from tests.rank_threads import run_ranks
 
 
 def in_memory(memory: mmap.mmap, dtype, entries: int, start: int) -> np.ndarray:

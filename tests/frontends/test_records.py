@@ -9,13 +9,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hvd_train.config import explain, load_config
+from hvd_train.data.catalog import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, fast_import
+from hvd_train.frontends.serial import Serial
+from hvd_train.launch.start import environment
+from hvd_train.protocol import Groups
 from hvd_train.verify.compare import verify
-from tests.frontends import numpy_ranks
+from tests import numpy_frontend, numpy_ranks
 from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -34,19 +39,54 @@ def test_an_unknown_framework_is_refused_and_a_known_one_explained(monkeypatch):
     assert ("framework", "pytorch|tensorflow|numpy") in {row[:2] for row in explain()}
 
 
-def test_numpy_trains_and_is_evaluated_by_the_command_line(tmp_path):
-    def run(*words):
-        line = [sys.executable, "-m", numpy_ranks.__name__, *words]
-        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
-        assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
-        return done.stdout
+def run(*words, ranks=1):
+    """Run the command line where neither Horovod nor another framework can be imported; return what it prints."""
+    mpirun = [Path(sys.executable).with_name("mpirun"), "--oversubscribe", "-np", str(ranks)] if ranks > 1 else []
+    line = [*mpirun, sys.executable, "-m", numpy_ranks.__name__, *map(str, words)]
+    kept = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True}
+    done = subprocess.run(line, timeout=SECONDS, check=False, **kept)
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    return done.stdout
 
-    sets = [*SETS, "optim.lr=0.5", "optim.momentum=0.9", "max_epochs=8", "tensorboard=false"]
-    run("fit", *(word for one in sets for word in ("--set", one)), "--run-dir", str(tmp_path))
-    summary = json.loads((tmp_path / "summary.json").read_text())
+
+def fit(folder, epochs, *words, ranks=1):
+    sets = [*SETS, "optim.lr=0.1", "optim.momentum=0.9", f"max_epochs={epochs}", "tensorboard=false"]
+    run("fit", *(word for one in sets for word in ("--set", one)), "--run-dir", folder, *words, ranks=ranks)
+    return json.loads((folder / "summary.json").read_text())
+
+
+def held_out_labels():
+    config = load_config(None, SETS[1:])
+    val = open_data(config.data, config.task).parts["val"]
+    _, (labels,) = (list(named.values()) for named in val.fetch(np.arange(len(val))))
+    return labels
+
+
+def test_numpy_trains_evaluates_predicts_and_resumes_by_the_command_line(tmp_path):
+    summary = fit(tmp_path / "whole", 8)
     assert summary["framework"] == "numpy" and summary["val_accuracy"] > 0.8
-    found = json.loads(run("eval", "--run-dir", str(tmp_path)).splitlines()[-1])
+    found = json.loads(run("eval", "--run-dir", tmp_path / "whole").splitlines()[-1])
     assert (found["loss"], found["accuracy"]) == (summary["val_loss"], summary["val_accuracy"])
+    run("predict", "--run-dir", tmp_path / "whole", "-o", tmp_path / "logits.npy")
+    labels = held_out_labels()
+    right = np.load(tmp_path / "logits.npy").argmax(1) == labels
+    assert right.sum() == pytest.approx(summary["val_accuracy"] * len(labels), rel=1e-12)
+    fit(tmp_path / "left", 3)
+    again = fit(tmp_path / "left", 8, "--resume", "auto")
+    assert again["weights_sha256"] == summary["weights_sha256"], "a run that goes on is the run"
+
+
+@pytest.mark.parametrize("key", ["optim.name=adam", "optim.sharded=true", "precision=bf16-mixed", "task.loss=mse"])
+def test_what_numpy_has_not_is_refused(monkeypatch, key):
+    monkeypatch.setitem(FRAMEWORKS, "numpy", numpy_ranks.NUMPY)
+    with pytest.raises(ConfigError, match=key.partition("=")[0]):
+        numpy_frontend.open_frontend(load_config(None, [*SETS, key]), Groups.of(Serial()), None)
+
+
+def test_two_ranks_of_numpy_train_as_one(tmp_path):
+    one, two = (fit(tmp_path / str(ranks), 2, ranks=ranks) for ranks in (1, 2))
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-12)
 
 
 def test_two_ranks_of_numpy_are_verified(monkeypatch, capfd):

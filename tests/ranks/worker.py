@@ -42,7 +42,8 @@ from hvd_train.rank.session import Session
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.state import join_shards, read, training_state
 from tests.limits import SECONDS
-from tests.numpy_frontend import NumpyOps, run_ranks
+from tests.numpy_frontend import NumpyOps
+from tests.rank_threads import run_ranks
 from tests.seconds import counted
 
 

@@ -12,7 +12,8 @@ from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError
 from hvd_train.frontends.base import started_at_once
 from hvd_train.protocol import Packing
 from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, named
-from tests.numpy_frontend import NumpyOps, run_ranks
+from tests.numpy_frontend import NumpyOps
+from tests.rank_threads import run_ranks
 from tests.script.outer_formula import LR, OUTER, RATE, ROUND, STEPS, by_formula, first, gradient
 
 SIZES = [1, 2, 3, 4]

@@ -12,7 +12,8 @@ from hvd_train.frontends.named_arrays import Layout
 from hvd_train.frontends.stages.frontend import Staged
 from hvd_train.frontends.stages.links import Links, Message
 from hvd_train.protocol import Groups, Packing, TensorSpec
-from tests.numpy_frontend import NumpyOps, Threads, World, run_ranks
+from tests.numpy_frontend import NumpyOps
+from tests.rank_threads import Threads, World, run_ranks
 
 LR = 0.1
 

@@ -10,7 +10,7 @@ import pytest
 from hvd_train.errors import CommunicationError, LostRankError
 from hvd_train.frontends.stages.links import Links, Message
 from tests.limits import SECONDS
-from tests.numpy_frontend import run_ranks
+from tests.rank_threads import run_ranks
 
 
 def message(x: np.ndarray) -> Message:

@@ -10,7 +10,8 @@ import pytest
 from hvd_train.compression import make
 from hvd_train.protocol import Packing, TensorSpec
 from hvd_train.update import auto
-from tests.numpy_frontend import NumpyOps, Threads, run_ranks
+from tests.numpy_frontend import NumpyOps
+from tests.rank_threads import Threads, run_ranks
 
 SPECS = [TensorSpec("w", (300, 200), "float32"), TensorSpec("b", (200,), "float32")]
 OPTIONS = {"topk": {"ratio": 0.01}, "powersgd": {"rank": 4}}

@@ -13,7 +13,8 @@ from hvd_train.update import make_update
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.partial import parts
 from hvd_train.update.state import read
-from tests.numpy_frontend import NumpyFrontEnd, run_ranks
+from tests.numpy_frontend import NumpyFrontEnd
+from tests.rank_threads import run_ranks
 
 SPECS = [TensorSpec(f"t{i}", (n,), "float32") for i, n in enumerate((100, 1, 50, 200, 3, 3, 400, 10))]
 NAMES = [spec.name for spec in SPECS]
@@ -33,7 +34,7 @@ def test_equal_tensors_make_equal_parts():
 
 def connected(communicator, **options):
     """(update, its front-end, the communicators that exchanges were built over)."""
-    frontend, over = NumpyFrontEnd(communicator, 5, 3), []
+    frontend, over = NumpyFrontEnd.of(communicator, 5, 3), []
 
     def build(one):
         over.append(one)

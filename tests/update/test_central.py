@@ -13,7 +13,8 @@ from hvd_train.update import make_update
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.state import read
 from tests.core.test_loop import config, final
-from tests.numpy_frontend import NumpyFrontEnd, run_ranks
+from tests.numpy_frontend import NumpyFrontEnd
+from tests.rank_threads import run_ranks
 
 SIZES = [1, 2, 3, 4]
 
@@ -24,7 +25,7 @@ def flat(frontend):
 
 def connected(communicator, features=5, mode="async", **options):
     """The update and its front-end; as in a training, all ranks begin with rank 0's weights."""
-    frontend = NumpyFrontEnd(communicator, features, 3)
+    frontend = NumpyFrontEnd.of(communicator, features, 3)
 
     def build(one):
         return Exchange(frontend.specs(), frontend.packing, make("none"), one, frontend.ops)

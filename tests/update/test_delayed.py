@@ -15,7 +15,8 @@ from hvd_train.update import make_update
 from hvd_train.update.clip import Clip
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.state import read
-from tests.numpy_frontend import NumpyFrontEnd, run_ranks
+from tests.numpy_frontend import NumpyFrontEnd
+from tests.rank_threads import run_ranks
 
 RATE, MOMENTUM = 0.1, 0.9
 
@@ -30,7 +31,7 @@ class Quadratic(NumpyFrontEnd):
 
 
 def connected(communicator=None, clip=0.0, momentum=MOMENTUM, compression="none", **options):
-    frontend = Quadratic(communicator or Serial(), 5, 3, momentum=momentum)
+    frontend = Quadratic.of(communicator or Serial(), 5, 3, momentum=momentum)
     for name, x in frontend.w.items():  # the same on all ranks
         frontend.w[name] = np.linspace(-1, 1, x.size).reshape(x.shape)
 

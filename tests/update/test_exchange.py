@@ -15,7 +15,8 @@ from hvd_train.update.clip import Clip
 from hvd_train.update.error_meter import compression_error
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.overlap import Overlap
-from tests.numpy_frontend import NumpyOps, run_ranks
+from tests.numpy_frontend import NumpyOps
+from tests.rank_threads import run_ranks
 
 SHAPES = [(3, 4), (4,), (100, 30), (30,), (5, 2, 2), (2,), (1,)]
 SPECS = [TensorSpec(f"t{i}", shape, "float64") for i, shape in enumerate(SHAPES)]

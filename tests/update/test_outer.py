@@ -15,14 +15,15 @@ from hvd_train.update import make_update
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.state import read
 from tests.core.test_loop import config, final, trainer
-from tests.numpy_frontend import NumpyFrontEnd, run_ranks
+from tests.numpy_frontend import NumpyFrontEnd
+from tests.rank_threads import run_ranks
 
 FEATURES, CLASSES = 5, 3
 
 
 def made(communicator, mode="outer", **options):
     """(update, front-end) whose ranks begin with the same weights."""
-    frontend = NumpyFrontEnd(communicator, FEATURES, CLASSES)
+    frontend = NumpyFrontEnd.of(communicator, FEATURES, CLASSES)
     rng = np.random.default_rng(7)
     frontend.w = {name: rng.normal(size=x.shape) for name, x in frontend.w.items()}
     o = ExchangeConfig(mode=mode, **options)

@@ -15,7 +15,8 @@ from hvd_train.protocol import Packing, TensorSpec
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.optimizers import lamb, lars, side_by_side, whole
 from hvd_train.update.sharded import ShardedExchange, part_sizes, pieces
-from tests.numpy_frontend import NumpyOps, run_ranks
+from tests.numpy_frontend import NumpyOps
+from tests.rank_threads import run_ranks
 
 SHAPES = [(5, 3), (7,), (1, 1), (4, 2), (2,)]
 

@@ -10,7 +10,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.protocol import Placement
 from hvd_train.update.state import EagerControl, read
 from tests.core.test_loop import config, final, trainer
-from tests.numpy_frontend import run_ranks
+from tests.rank_threads import run_ranks
 from tests.update.test_outer import made, read_all, walk
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from hvd_train.config.keys.section import is_set
 from hvd_train.config.keys.transforms import MIXING
 from hvd_train.config.modes import ALLREDUCE, MODES, ModeSpec
 from hvd_train.config.optimizers import OPTIMIZERS
@@ -37,12 +38,13 @@ class Feature:
         """Return whether the configuration has it."""
         if not self.key:
             return False
-        value, default = _value(self.key, config)
-        return self.when(value) if self.when else value in self.values if self.values else value != default
+        section, last = _place(self.key, config)
+        value = getattr(section, last)
+        return self.when(value) if self.when else value in self.values if self.values else is_set(section, last)
 
     def named(self, config: Config) -> str:
         """Return its name in a message: ``exchange.mode: outer``."""
-        value = _value(self.key, config)[0]
+        value = getattr(*_place(self.key, config))
         number_or_word = isinstance(value, str | int | float) and value is not True
         return self.words or (f"{self.key}: {value}" if number_or_word else self.key)
 
@@ -51,11 +53,10 @@ class Feature:
         return self.words or self.key + (f": {', '.join(map(str, self.values))}" if self.values else "")
 
 
-def _value(key: str, config: Config) -> tuple[Any, Any]:
-    """Return the value of a key, and its default."""
+def _place(key: str, config: Config) -> tuple[Any, str]:
+    """Return the section of a key, and the key in it."""
     *path, last = key.split(".")
-    section: Any = reduce(getattr, path, config)
-    return getattr(section, last), type(section).model_fields[last].default
+    return reduce(getattr, path, config), last
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ optim = {"name": "signum", "momentum": 0.9, "weight_decay": 0.1, "lr": 0.01}
 keys = {"model": {"name": "mlp", "hidden": [8]}, "data": {"name": "digits"}, "max_steps": 5, "precision": 64}
 keys |= {"optim": optim, "tensorboard": False, "framework": FRAMEWORK, "run_dir": FRAMEWORK}
 print(hvd_train.fit(keys).val_loss)
-for name, words in (("lamb", "belongs to sgd or lars or rmsprop or signum or muon, not lamb"), ("signum", "")):
+for name, words in (("lamb", "belongs to name: sgd or lars or rmsprop or signum or muon, not lamb"), ("signum", "")):
     try:
         load_config(None, [f"optim.name={name}", "optim.momentum=0.5"])
     except ConfigError as error:

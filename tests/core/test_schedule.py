@@ -29,7 +29,8 @@ def test_scaling_by_the_global_batch(rule, factor):
 @pytest.mark.parametrize("kind", ["constant", "step", "cosine", "exponential"])
 @pytest.mark.parametrize("warmup", [{}, {"warmup_steps": 7}, {"warmup_epochs": 0.5}, {"warmup_epochs": 2.0}])
 def test_warmup_then_schedule(kind, warmup):
-    s = schedule(schedule=kind, step_size=1.5, gamma=0.5, **warmup)
+    options = {"step": {"step_size": 1.5, "gamma": 0.5}, "exponential": {"gamma": 0.5}}.get(kind, {})
+    s = schedule(schedule=kind, **options, **warmup)
     w = warmup.get("warmup_steps") or round(warmup.get("warmup_epochs", 0) * STEPS)
     assert s.warmup_steps == w
     for step in range(w):
@@ -46,8 +47,8 @@ def test_warmup_then_schedule(kind, warmup):
 
 
 def test_never_below_the_lowest_rate():
-    for kind in ("step", "cosine", "exponential"):
-        s = schedule(schedule=kind, gamma=0.01, step_size=1, min_lr=0.02)
+    for options in ({"schedule": "step", "gamma": 0.01, "step_size": 1}, {"schedule": "exponential", "gamma": 0.01}):
+        s = schedule(**options, min_lr=0.02)
         assert min(s.rate(k) for k in range(TOTAL)) >= 0.02
     assert schedule(schedule="cosine", min_lr=0.02).rate(TOTAL + 5) == pytest.approx(0.02)
 

@@ -140,7 +140,10 @@ def test_training_goes_on_with_the_bits_that_it_had(framework):
     ("keys", "words"),
     [
         (["optim.betas=[0, 0.9]"], "optim.betas: schedule_free_sgd needs a first one > 0"),
-        (["optim.momentum=0.9"], "optim.momentum: belongs to sgd or lars or rmsprop or muon, not schedule_free_sgd"),
+        (
+            ["optim.momentum=0.9"],
+            "optim.momentum: belongs to name: sgd or lars or rmsprop or muon, not schedule_free_sgd",
+        ),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(keys, words):

@@ -119,6 +119,8 @@ def test_every_key_is_explained():
         ("exchange.ratio=0", ["> 0"]),
         ("exchange.partial_fraction=1.5", ["<= 1"]),
         ("exchange.local_steps=4", ["belongs to mode: local_sgd, not allreduce"]),
+        ("exchange.fragments=4", ["belongs to mode: streaming, not allreduce"]),
+        ("optim.gamma=0.5", ["belongs to schedule: step or multistep or exponential, not constant"]),
         ("exchange.delay=2", ["belongs to mode: delayed, not allreduce"]),
         ("exchange.compensation=0.1", ["belongs to mode: delayed, not allreduce"]),
         ("exchange.async_steps=4", ["belongs to mode: async, not allreduce"]),
@@ -146,7 +148,7 @@ def test_combinations():
     (line,) = lines("optim.name=lars", "optim.momentum=0.9", "optim.nesterov=true")
     assert "optim.nesterov" in line
     (line,) = lines("optim.name=lamb", "optim.trust_coefficient=0.1")
-    assert "optim.trust_coefficient: belongs to lars, not lamb" in line
+    assert "optim.trust_coefficient: belongs to name: lars, not lamb" in line
     (line,) = lines("exchange.compression=fp16", "exchange.ratio=0.1")
     assert "exchange.ratio: belongs to compression: topk, not fp16" in line
     assert load_config(None, ["exchange.compression=auto", "exchange.ratio=0.1", "exchange.rank=2"]).exchange.rank == 2

@@ -241,7 +241,6 @@ def test_a_step_in_between_reads_no_weight(monkeypatch):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["exchange.outer_steps=4"], "exchange.outer_steps: belongs to mode: outer"),
         (["exchange.mode=outer", "exchange.outer_steps=0"], "exchange.outer_steps"),
         (["exchange.mode=outer", "exchange.outer_momentum=1"], "exchange.outer_momentum"),
     ],

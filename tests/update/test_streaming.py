@@ -104,7 +104,6 @@ def test_more_parts_than_tensors_are_refused():
     [
         (["exchange.fragments=4"], "exchange.fragments: must divide outer_steps, and 4 does not divide 30"),
         (["exchange.stream_delay=10"], "exchange.stream_delay: must be less than outer_steps / fragments, 10"),
-        (["exchange.outer_feedback=0.5"], "exchange.outer_feedback: belongs to mode: outer, not streaming"),
         (["exchange.mix=1.5"], "exchange.mix"),
     ],
 )

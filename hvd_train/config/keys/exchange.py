@@ -7,14 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, model_validator
 
 from hvd_train.compression.table import COMPRESSORS
-from hvd_train.config.keys.section import Count, Finite, OneOf, Positive, Section, raise_problems
+from hvd_train.config.keys.section import Count, Finite, OneOf, Positive, Section, misplaced, raise_problems
 from hvd_train.config.modes import ALLREDUCE, MODES, ModeSpec
 
 # Former name of a key -> its name now. Configurations and checkpoints with the former name are still read.
 FORMER = {"truth_every_n_steps": "compression_error_every_n_steps"}
 
 _CANDIDATES = [name for name, one in COMPRESSORS.items() if one.auto]
-_MODE_OPTIONS = tuple(dict.fromkeys(option for row in MODES.values() for option in row.options))
 
 
 class ExchangeConfig(Section):
@@ -74,19 +73,10 @@ class ExchangeConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> ExchangeConfig:
-        # The tables say which option belongs to which compressor or mode, so a new row needs no rule here.
-        owners = {option: name for name, row in COMPRESSORS.items() for option in row.options}
-        # "auto" may choose any compressor, so it takes the options of all.
-        problems = [
-            (option, f"belongs to compression: {owner}, not {self.compression}")
-            for option, owner in owners.items()
-            if self.compression not in (owner, "auto") and self._is_set(option)
-        ]
-        for option in _MODE_OPTIONS:
-            names = [name for name, row in MODES.items() if option in row.options]
-            if self.mode not in names and self._is_set(option):
-                problems.append((option, f"belongs to mode: {' or '.join(names)}, not {self.mode}"))
-        raise_problems([*problems, *self._stream_problems()])
+        problems = misplaced(self, "mode", {name: spec.options for name, spec in MODES.items()})
+        if self.compression != "auto":  # which may choose any compressor, so it takes the options of all
+            problems += misplaced(self, "compression", {name: row.options for name, row in COMPRESSORS.items()})
+        raise_problems(problems + self._stream_problems())
         return self
 
     def _stream_problems(self) -> list[tuple[str, str]]:
@@ -100,9 +90,6 @@ class ExchangeConfig(Section):
             what = f"must be less than outer_steps / fragments, {interval}: one part travels at a time"
             return [("stream_delay", what)]
         return []
-
-    def _is_set(self, option: str) -> bool:
-        return getattr(self, option) != type(self).model_fields[option].default
 
     @property
     def spec(self) -> ModeSpec:

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from hvd_train.config.keys.parameter_group import GroupConfig
-from hvd_train.config.keys.section import Count, Mode, OneOf, Positive, Section, free, raise_problems
-from hvd_train.config.optimizers import OPTIMIZERS, takers
-from hvd_train.config.schedules import SCHEDULES, row_of
+from hvd_train.config.keys.section import Count, Mode, OneOf, Positive, Section, free, is_set, misplaced, raise_problems
+from hvd_train.config.optimizers import OPTIMIZERS, OptimizerSpec, takers
+from hvd_train.config.schedules import SCHEDULES
 
 
 class PlateauConfig(Section):
@@ -25,12 +25,8 @@ class PlateauConfig(Section):
     cooldown: Count = Field(0, description="evaluations after a reduction that are not counted")
 
 
-# The keys that belong to the schedules of today's table. Older ones were not refused with other schedules.
-_SCHEDULE_OPTIONS = ("milestones", "period", "period_factor", "power", "rise", "start_divisor", "end_divisor")
-# The keys that belong to some optimizers of the table.
-_OWNED = tuple(dict.fromkeys(option for spec in OPTIMIZERS.values() for option in spec.options))
 # Keys of built-in optimizers, which an optimizer of the user gets in the user's function.
-_BUILT_IN = ("weight_decay", "betas", "eps", *_OWNED)
+_BUILT_IN = {"weight_decay", "betas", "eps"}.union(*(spec.options for spec in OPTIMIZERS.values()))
 
 
 def _of(option: str) -> str:
@@ -109,59 +105,37 @@ class OptimConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> OptimConfig:
-        # A key of another optimizer is refused and not ignored: the user believes that it does something.
+        problems = misplaced(self, "schedule", {name: row.options for name, row in SCHEDULES.items()})
         if self.is_users:
-            raise_problems(self._users_problems() + self._rate_problems() + self._schedule_problems())
-            return self
-        spec, fields = OPTIMIZERS[self.name], type(self).model_fields
-        problems = [
-            (key, f"belongs to {' or '.join(takers(key))}, not {self.name}")
-            for key in _OWNED
-            if key not in spec.options and getattr(self, key) != fields[key].default
-        ]
+            what = "belongs to built-in optimizers; give it in your function"
+            problems += [(key, what) for key in sorted(_BUILT_IN) if is_set(self, key)]
+        else:
+            problems += self._optimizer_problems(OPTIMIZERS[self.name])
+        if self.lr_scaling != "none" and self.lr_reference_batch is None:
+            problems.append(("lr_scaling", "needs lr_reference_batch: the global batch that lr was chosen for"))
+        if self.schedule == "multistep" and not self.milestones:
+            problems.append(("milestones", "schedule: multistep needs them, for example [30, 60]"))
+        if self.milestones != sorted(set(self.milestones)):
+            problems.append(("milestones", "must grow"))
+        raise_problems(problems)
+        return self
+
+    def _optimizer_problems(self, spec: OptimizerSpec) -> list[tuple[str, str]]:
+        problems = misplaced(self, "name", {name: spec.options for name, spec in OPTIMIZERS.items()})
         if "nesterov" in spec.options and self.nesterov and not self.momentum:
             problems.append(("nesterov", "needs momentum > 0"))
         if spec.momentum and not self.momentum:
             problems.append(("momentum", f"{self.name} needs one, for example {spec.momentum}"))
         if spec.schedule_free and not self.betas[0]:
             problems.append(("betas", f"{self.name} needs a first one > 0"))
-        raise_problems(problems + self._rate_problems() + self._schedule_problems())
-        return self
+        return problems
 
     @property
     def is_users(self) -> bool:
         """Return whether a function of the user makes the optimizer."""
         return ":" in self.name
 
-    def _users_problems(self) -> list[tuple[str, str]]:
-        fields = type(self).model_fields
-        return [
-            (key, "belongs to built-in optimizers; give it in your function")
-            for key in _BUILT_IN
-            if getattr(self, key) != fields[key].default
-        ]
-
-    def _rate_problems(self) -> list[tuple[str, str]]:
-        problems = []
-        if self.lr_scaling != "none" and self.lr_reference_batch is None:
-            problems.append(("lr_scaling", "needs lr_reference_batch: the global batch that lr was chosen for"))
-        return problems
-
     @property
     def schedule_free(self) -> bool:
         """Return whether the training stands for a mean of what the optimizer moves."""
         return not self.is_users and OPTIMIZERS[self.name].schedule_free
-
-    def _schedule_problems(self) -> list[tuple[str, str]]:
-        fields, options = type(self).model_fields, row_of(self.schedule).options
-        owners = {option: name for name, row in SCHEDULES.items() for option in row.options}
-        problems = [
-            (option, f"belongs to schedule: {owners[option]}, not {self.schedule}")
-            for option in _SCHEDULE_OPTIONS
-            if option not in options and getattr(self, option) != fields[option].default
-        ]
-        if self.schedule == "multistep" and not self.milestones:
-            problems.append(("milestones", "schedule: multistep needs them, for example [30, 60]"))
-        if self.milestones != sorted(set(self.milestones)):
-            problems.append(("milestones", "must grow"))
-        return problems

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -29,6 +29,28 @@ def free(default: Any, *, unless_to_end: bool = False, **rules: Any) -> Any:
     (``cosine``), so that the learning rate depends on this key.
     """
     return Field(default, json_schema_extra={FREE: "unless to end" if unless_to_end else "always"}, **rules)
+
+
+def is_set(section: Section, key: str) -> bool:
+    """Return whether a key has another value than its default."""
+    return getattr(section, key) != type(section).model_fields[key].default
+
+
+def misplaced(section: Section, choice: str, keys_of: Mapping[str, Iterable[str]]) -> list[tuple[str, str]]:
+    """Return (key, what is wrong) of each key that is set and belongs to other values of the key ``choice``.
+
+    They are refused and not ignored: the user believes that they do something. ``keys_of``: {value: its keys}.
+    """
+    chosen = getattr(section, choice)
+    takers: dict[str, list[str]] = {}
+    for value, keys in keys_of.items():
+        for key in keys:
+            takers.setdefault(key, []).append(value)
+    return [
+        (key, f"belongs to {choice}: {' or '.join(values)}, not {chosen}")
+        for key, values in takers.items()
+        if chosen not in values and is_set(section, key)
+    ]
 
 
 def raise_problems(problems: list[tuple[str, str]]) -> None:

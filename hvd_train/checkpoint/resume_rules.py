@@ -15,7 +15,7 @@ from hvd_train.checkpoint.store import Snapshot
 from hvd_train.config import Config, changed
 from hvd_train.data.classes import listing
 from hvd_train.errors import CheckpointError, ConfigError, DataError
-from hvd_train.protocol import OF_EXCHANGE, UNDER_WAY, Sample, Source, Tree
+from hvd_train.protocol import EXCHANGE_PREFIX, IN_FLIGHT, Sample, Source, Tree
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ def check_tree(expected: Tree, saved: Tree) -> None:
     """Refuse a checkpoint that does not fit the model, tensor by tensor, with a table of what differs."""
     rows = []
     for key in sorted(expected.keys() | saved.keys()):
-        if key.startswith(OF_EXCHANGE):  # its tensors are those of weights
+        if key.startswith(EXCHANGE_PREFIX):  # its tensors are those of weights
             continue
         if key not in saved:
             rows.append(f"  {key}: not in the checkpoint")
@@ -357,10 +357,10 @@ def fitting(expected: Tree, saved: Tree) -> Tree:
 
     What was under way is left behind where the update of now keeps other things under way, or nothing.
     """
-    trees = [{key: x.shape for key, x in tree.items() if key.startswith(UNDER_WAY)} for tree in (expected, saved)]
+    trees = [{key: x.shape for key, x in tree.items() if key.startswith(IN_FLIGHT)} for tree in (expected, saved)]
     if trees[0] != trees[1]:
         expected, saved = (
-            {key: x for key, x in tree.items() if not key.startswith(UNDER_WAY)} for tree in (expected, saved)
+            {key: x for key, x in tree.items() if not key.startswith(IN_FLIGHT)} for tree in (expected, saved)
         )
     check_tree(expected, saved)
     return saved

@@ -47,13 +47,13 @@ class ControlSync:
         """Begin the loop, or go on after something else: the clock leaves out what was between."""
         self._turns, self._since = self._left, time.monotonic()
 
-    def due(self, under_way: bool = False) -> bool:
+    def due(self, in_flight: bool = False) -> bool:
         """Return whether the ranks sync now. Called after each turn, on all ranks.
 
-        ``under_way``: whether something else travels, the same on all ranks.
+        ``in_flight``: whether something else travels, the same on all ranks.
         """
         self._left -= 1
-        return self._left <= (-self._more if under_way else 0)
+        return self._left <= (-self._more if in_flight else 0)
 
     def sync(self, report: Any) -> list[Any]:
         """Exchange what every rank reports, in rank order. Called on all ranks where it is ``due``, or sooner."""

@@ -39,10 +39,10 @@ class StepRules:
         """Return whether a line of the log is due after so many steps."""
         return step % self._log_every == 0
 
-    def due(self, step: int, at_end: bool, sync: bool, under_way: bool = False) -> Due:
+    def due(self, step: int, at_end: bool, sync: bool, in_flight: bool = False) -> Due:
         """Return what follows step number ``step`` (from 1). ``at_end``: of the epoch; ``sync``: by the clock.
 
-        ``under_way``: whether something travels, for which a line of the log would have to wait: it comes later.
+        ``in_flight``: whether something travels, for which a line of the log would have to wait: it comes later.
         """
         last = at_end or bool(self._max_steps and step >= self._max_steps)
         # At the end of an epoch its own checkpoint follows, with its metrics.
@@ -51,7 +51,7 @@ class StepRules:
         # Nothing is saved that was not looked at: a line shows losses that are not finite, a check other weights.
         looks = last or save or snapshot
         self._line_owed = self._line_owed or self.log(step)
-        log = looks or (self._line_owed and not under_way)
+        log = looks or (self._line_owed and not in_flight)
         self._line_owed = self._line_owed and not log
         check = looks or bool(self._check_every and step % self._check_every == 0)
         # A wish to stop takes effect with a line, whatever the clock says: when a run ends must not depend on clocks.

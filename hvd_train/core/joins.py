@@ -1,4 +1,4 @@
-"""Notes of ranks that train apart and join too rarely: their last steps are not in the result."""
+"""Warn when the last local steps are never joined: they are not in the result."""
 
 from __future__ import annotations
 

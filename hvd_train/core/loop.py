@@ -24,7 +24,7 @@ from hvd_train.core.callbacks.weight_check import WeightCheck
 from hvd_train.core.control_sync import StopSource
 from hvd_train.core.due import StepRules
 from hvd_train.core.hooks import Epoch, Hook, HookCalls, StepInfo
-from hvd_train.core.pace import Lockstep, Pace, Stretches
+from hvd_train.core.pace import AsyncSteps, Lockstep, Pace
 from hvd_train.core.saving import Saver
 from hvd_train.core.step import StepRunner
 from hvd_train.core.stopping import Interruption, StopSync
@@ -74,8 +74,8 @@ class Trainer(Training):
         self._steps, rules = StepRunner(self), StepRules(config, snapshots=memory is not None)
         self._pace: Pace = Lockstep(self, rules, self._sync.turns.due)
         if not update.lockstep:
-            self._pace = Stretches(self, rules)
-            loss_log.board, self._sync.meet_soon = self._pace.board, self._pace.meet_soon
+            self._pace = AsyncSteps(self, rules)
+            loss_log.board, self._sync.request_sync = self._pace.board, self._pace.request_sync
         self.before_epoch: Callable[[Training], None] = lambda training: None  # called before the steps of an epoch
         self._begun = False  # whether the run folder is written
 

@@ -38,7 +38,7 @@ class Pace(Protocol):
     def due(self, at_end: bool) -> Due:
         """Return what follows the step just made; ``at_end``: of the epoch."""
 
-    def meet_soon(self) -> None:
+    def request_sync(self) -> None:
         """Ask all ranks to meet after few more steps. Called by one rank alone, where it may be told at any step."""
 
     def close(self) -> None: ...
@@ -57,10 +57,10 @@ class Lockstep:
         return self._training.train_loader.epoch(p.epoch, p.consumed)
 
     def due(self, at_end: bool) -> Due:
-        step, under_way = self._training.progress.step, self._training.update.under_way
-        return self._rules.due(step, at_end, self._sync_due(under_way), under_way)
+        step, in_flight = self._training.progress.step, self._training.update.in_flight
+        return self._rules.due(step, at_end, self._sync_due(in_flight), in_flight)
 
-    def meet_soon(self) -> None:
+    def request_sync(self) -> None:
         pass
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class SharedBoard:
         return self._window.change(0, lambda _: self._zeros) if self._first else self._zeros
 
 
-class Stretches:
+class AsyncSteps:
     """No rank waits for another within a stretch of steps, at whose end all meet.
 
     A stretch is some global batches long, and each is cut into the parts that the ranks would have in lockstep. A rank
@@ -115,7 +115,7 @@ class Stretches:
             return self._rules.due(self._training.progress.step, at_end, sync=True)._replace(log=True)
         return Due(False, False, False, log=self._rules.log(self._parts), check=False, sync=False)
 
-    def meet_soon(self) -> None:
+    def request_sync(self) -> None:
         """Cut the stretch off after the global batch of which a part was taken last."""
         if self._asked or self._met:
             return

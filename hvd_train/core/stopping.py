@@ -27,21 +27,21 @@ class StopSync(Hook):
 
     def __init__(self, training: Training, saver: Saver) -> None:
         self._training, self._saver = training, saver
-        self.meet_soon: Callable[[], None] | None = None  # where the ranks do not sync by the clock
+        self.request_sync: Callable[[], None] | None = None  # where the ranks do not sync by the clock
         self.turns = ControlSync(training.communicator)  # steps
         self.signal = 0
 
     def on_step_end(self, trainer: Training, info: StepInfo) -> None:
         if info.due.sync:
             # A wish to stop waits for a line of the log: when a run ends must not depend on clocks.
-            self._sync_all(trainer.stop_wish if info.due.log else "")
-        elif self.meet_soon and (trainer.stop_wish or self._request()):
-            self.meet_soon()
+            self._sync_all(trainer.stop_reason if info.due.log else "")
+        elif self.request_sync and (trainer.stop_reason or self._request()):
+            self.request_sync()
         # Before a checkpoint of this step, which holds it.
         trainer.progress.ending = info.due.last or trainer.progress.stopped
 
     def on_epoch(self, trainer: Training, epoch: Epoch) -> None:
-        self._sync_all(trainer.stop_wish)
+        self._sync_all(trainer.stop_reason)
 
     def sync_in_evaluation(self, turns: ControlSync) -> None:
         """Agree on signals alone: no hook is called within an evaluation, and an interrupted run repeats it."""
@@ -52,7 +52,7 @@ class StopSync(Hook):
         rows = self._sync(self.turns, wish, self._saver.writer.outcome(), training.frontend.waited())
         wishes = [row[0] for row in rows if row[0]]
         if wishes:
-            training.progress.stopped, training.stop_wish = True, ""
+            training.progress.stopped, training.stop_reason = True, ""
             training.log.message(wishes[0])
         watch_stragglers(training, [row[3] for row in rows])
         if rows[0][2] is not None:  # rank 0 alone writes

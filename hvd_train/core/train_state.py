@@ -181,7 +181,7 @@ def _check_finite(tree: Tree, where: str) -> None:
 
 
 def _local(training: Training) -> Tree:
-    """Copy what belongs to this rank alone: residuals, and slots where ranks train apart."""
+    """Copy what belongs to this rank alone: residuals, and slots with local training."""
     return read(training.update.state(), Placement.PER_RANK)
 
 

@@ -55,7 +55,7 @@ class Training:
         self.epoch_size = min(self.train_size, self.limit * self.global_batch)  # samples
         self.scaled = config.precision == "16-mixed"
         self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0, warmup=self.schedule.mixed_warmup)
-        self.stop_wish = ""  # why a hook on this rank wishes to stop; the ranks agree on it with a line of the log
+        self.stop_reason = ""  # why a hook on this rank wishes to stop; the ranks agree on it with a line of the log
         self.stragglers = Stragglers()
 
     def _loader(self, source: Source) -> Loader:
@@ -74,7 +74,7 @@ class Training:
 
         It ends with the epoch if called in ``on_epoch``, else with the next line of the log.
         """
-        self.stop_wish = why
+        self.stop_reason = why
 
     @property
     def exchange_share(self) -> float | None:

@@ -11,7 +11,7 @@ from hvd_train.jobs.job import Job
 from hvd_train.protocol import Communicator, Compressor, Model, Placement, Update
 from hvd_train.run_folder.terminal import say
 from hvd_train.update import auto, make_update
-from hvd_train.update.averaged import averaged
+from hvd_train.update.averaged_update import averaged
 from hvd_train.update.clip import Clip
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.parameter_groups import ParameterGroups, Rule

@@ -1,4 +1,4 @@
-"""A file beside the backup of Keras' ``BackupAndRestore``, of a script whose ranks train apart.
+"""A file beside the backup of Keras' ``BackupAndRestore``, with local training.
 
 It has what the backup leaves out, the outer momentum and the slots of each rank, so that a script that goes on gets
 the same bits.
@@ -21,7 +21,7 @@ from hvd_train.core.agreement import collectively
 from hvd_train.errors import CheckpointError
 from hvd_train.keras.model_state import to_numpy
 from hvd_train.protocol import Communicator, Tree
-from hvd_train.script.apart import TrainedApart
+from hvd_train.script.local_training import LocalTraining
 
 FILE = "apart.safetensors"
 STEPS, OUTER = "steps", "outer/"  # the optimizer's steps; what the names of the outer optimizer's state begin with
@@ -30,7 +30,7 @@ STEPS, OUTER = "steps", "outer/"  # the optimizer's steps; what the names of the
 class BackupBeside(keras.callbacks.Callback):
     """A callback of all ranks, behind the ``BackupAndRestore`` of rank 0."""
 
-    def __init__(self, backup: Any, optimizer: Any, apart: TrainedApart, world: Communicator) -> None:
+    def __init__(self, backup: Any, optimizer: Any, apart: LocalTraining, world: Communicator) -> None:
         super().__init__()
         self._each_epoch = backup.save_freq == "epoch"  # else ranks may be within a round
         self._path = Path(backup.backup_dir) / FILE
@@ -77,7 +77,7 @@ class BackupBeside(keras.callbacks.Callback):
         return to_numpy(self._optimizer._iterations)
 
 
-def with_backups(callbacks: Any, optimizer: Any, apart: TrainedApart, world: Communicator) -> list[Any]:
+def with_backups(callbacks: Any, optimizer: Any, apart: LocalTraining, world: Communicator) -> list[Any]:
     """Return callbacks, with a ``BackupBeside`` behind each ``BackupAndRestore``."""
     held = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks or []
 

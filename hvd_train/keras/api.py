@@ -25,10 +25,10 @@ from hvd_train.config.modes import ALLREDUCE
 from hvd_train.core.agreement import collectively
 from hvd_train.errors import ConfigError
 from hvd_train.keras import loop, losses, verify_mode
-from hvd_train.keras.apart import check_apart
 from hvd_train.keras.backends import OnTensorFlow, OnTorch
 from hvd_train.keras.build import build_at_first, is_built
 from hvd_train.keras.elementwise import check_elementwise
+from hvd_train.keras.local_training import check_local
 from hvd_train.keras.patches import MARK, Patches, optimizers_of, with_rates
 from hvd_train.keras.start import Start, scaled
 from hvd_train.script import main_rank
@@ -84,7 +84,7 @@ def distribute(
     apart = not exchange.spec.gradients
     if apart:
         chosen = {id(x): x for x in (*given_optimizers, *optimizers_of(model))}
-        collectively(communicator, lambda: check_apart(list(chosen.values()), mode, sharded, lr_scaling, WHERE))
+        collectively(communicator, lambda: check_local(list(chosen.values()), mode, sharded, lr_scaling, WHERE))
     compressor = make(compression, communicator.size, communicator.rank, **exchange.options(compression))
     before = getattr(model, MARK, None)
     # ``compile`` makes a new loss tracker: by it a later call sees whether the model was compiled again.
@@ -112,7 +112,7 @@ def distribute(
 
 
 def global_weights(model: Any) -> AbstractContextManager[None]:
-    """Give the model the weights that the training stands for, within this context: ``with hk.global_weights(model):``.
+    """Give the model the weights that are evaluated and saved, within this context: ``with hk.global_weights(model):``.
 
     With ``hk.distribute(..., mode="outer")`` they are those of the last join. With other models nothing changes.
     Nothing travels, so some ranks may call it and others not. ``evaluate``, ``predict`` and ``save`` need it not.

@@ -10,7 +10,7 @@ from hvd_train.frontends.base import started_at_once
 from hvd_train.keras.gradients import Reduction
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, Ops, Packing
-from hvd_train.script.apart import InBackground
+from hvd_train.script.local_training import InBackground
 
 
 class OnTensorFlow:

@@ -16,7 +16,6 @@ from hvd_train.core.agreement import agree, collectively
 from hvd_train.errors import ConfigError, EndedRankError, LostRankError
 from hvd_train.frontends.base import checksum
 from hvd_train.keras import losses, metrics
-from hvd_train.keras.apart import ModelApart
 from hvd_train.keras.callbacks import WRITERS, SyncCallback, callbacks_of, within_slot
 from hvd_train.keras.data.arrays import ArrayParts, split
 from hvd_train.keras.data.dataset import BatchOrderDigest
@@ -24,6 +23,7 @@ from hvd_train.keras.data.leaves import BATCH, BATCH_SIZE, kind_of
 from hvd_train.keras.data.scoring import EvalShard, divide_scoring
 from hvd_train.keras.data.training import check_local, divide_training, first_of, pass_seed
 from hvd_train.keras.gradients import Reduction
+from hvd_train.keras.local_training import LocalModel
 from hvd_train.keras.logs import GlobalLogs
 from hvd_train.keras.model_state import ModelState, to_numpy
 from hvd_train.keras.patches import Patches, optimizers_of, with_rates
@@ -66,7 +66,7 @@ class DistributedFit:
         self._paths = {id(v): path for path, v in zip(paths, model.variables, strict=True)}
         self._probed = False  # whether the user's losses and metrics were classified
         self._steps, self._slow = 0, slow
-        self.apart: ModelApart | None = None  # where ranks train apart
+        self.apart: LocalModel | None = None  # with local training
         self.turns: Callable[[Any], Any] = lambda callbacks: callbacks  # in which savers act, with sharded optimizers
         self._alone: list[Any] = []  # callbacks of this call that act on rank 0 alone
         known = {id(x) for x in optimizers_of(model)}

@@ -20,7 +20,7 @@ class Patches:
 
     def __init__(self, compiled: Any, fits: int = 0, optimizers: Sequence[Any] = ()) -> None:
         self.compiled, self.fits, self.optimizers = compiled, fits, tuple(optimizers)
-        self.apart: Any = None  # apart.ModelApart, where ranks train apart
+        self.apart: Any = None  # a LocalModel, with local training
         self._back = contextlib.ExitStack()
         self.undo = self._back.close
         self.on_undo = self._back.callback

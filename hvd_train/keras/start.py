@@ -16,9 +16,9 @@ from hvd_train.compression.uncompressed import Uncompressed
 from hvd_train.config import ExchangeConfig
 from hvd_train.core.agreement import agree
 from hvd_train.keras import layers, losses, metrics, verify_mode
-from hvd_train.keras.apart import LocalReduction, ModelApart
 from hvd_train.keras.fit import DistributedFit
 from hvd_train.keras.gradients import Reduction, connect, count_samples
+from hvd_train.keras.local_training import LocalModel, LocalReduction
 from hvd_train.keras.patches import Patches, optimizers_of, with_rates
 from hvd_train.keras.sharded import ShardedUpdate
 from hvd_train.keras.sharded_saving import SharedSaving
@@ -92,7 +92,7 @@ class Start:
 
     def _train_apart(self, fit: DistributedFit, reduction: Reduction) -> None:
         communicator, (optimizer,) = self.communicator, self.optimizers
-        fit.apart = self.patches.apart = apart = ModelApart(
+        fit.apart = self.patches.apart = apart = LocalModel(
             self.model, optimizer, self.exchange, communicator, self.backend, reduction, self.where
         )
         fit.turns = apart.turns

@@ -36,8 +36,8 @@ from hvd_train.protocol.frontend import (
 from hvd_train.protocol.ops import Cell, LibraryMetric, Ops
 from hvd_train.protocol.tensors import Handle, Tensor, TensorSpec, Tree, is_vector
 from hvd_train.protocol.update import (
-    OF_EXCHANGE,
-    UNDER_WAY,
+    EXCHANGE_PREFIX,
+    IN_FLIGHT,
     Compressor,
     DividedUpdate,
     Entry,
@@ -56,10 +56,10 @@ from hvd_train.protocol.update import (
 )
 
 __all__ = [
-    "OF_EXCHANGE",
+    "EXCHANGE_PREFIX",
     "PARTNER",
     "SHARE",
-    "UNDER_WAY",
+    "IN_FLIGHT",
     "Batch",
     "Build",
     "Cell",

@@ -26,9 +26,9 @@ class Wire:
 
 
 # What the names of entries begin with that an update keeps from one step for the next, and can do without.
-UNDER_WAY = "under_way/"
+IN_FLIGHT = "under_way/"
 # The same of entries that an update takes one by one, each of which may be missing: it begins at zero.
-OF_EXCHANGE = "exchange/"
+EXCHANGE_PREFIX = "exchange/"
 # A compressor's state for one bucket: residual, low-rank basis, ...
 State = tuple[Tensor, ...]
 Rounds = Generator[Wire, tuple[Tensor, ...], tuple[Tensor, State]]
@@ -227,7 +227,7 @@ class DividedUpdate(StepUpdate, Protocol):
 class Update(Protocol):
     """Everything between the backward pass and new weights, as a training calls it between steps; on all ranks alike.
 
-    ``Averaged`` (update/averaged.py) is one around another one.
+    ``AveragedUpdate`` (update/averaged_update.py) is one around another one.
     """
 
     @property
@@ -288,7 +288,7 @@ class Update(Protocol):
 
     # For checkpoints.
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Return whether something that the next step does not wait for travels; on all ranks alike."""
 
     def finish_transfers(self) -> None:

@@ -23,19 +23,19 @@ from hvd_train.script.dataloader import passes, rng, shares
 from hvd_train.script.record import recording
 from hvd_train.script.world import exchange_options
 from hvd_train.torch import registry, verify_mode
-from hvd_train.torch.apart import ModelApart
 from hvd_train.torch.checkpoint import broadcast, lay_slots, unwrapped
 from hvd_train.torch.checks import (
     WHERE,
     check,
-    check_apart,
     check_elementwise,
+    check_local,
     check_models,
     facts,
     trainable,
     warn_of_hidden_layers,
     warn_of_plain_tensors,
 )
+from hvd_train.torch.local_training import LocalModel
 from hvd_train.torch.reducer_plan import ReducerPlan, statistics_of
 from hvd_train.torch.sharded import ShardedStep
 from hvd_train.torch.step_hooks import after_step, before_step
@@ -149,7 +149,7 @@ def distribute(
     numbers = collectively(communicator, lambda: check_elementwise(optimizers)) if sharded else []
     exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options, overlap, mode))
     if not exchange.spec.gradients:
-        collectively(communicator, lambda: check_apart(models, optimizers, mode, sync_batchnorm, average, sharded))
+        collectively(communicator, lambda: check_local(models, optimizers, mode, sync_batchnorm, average, sharded))
     every = agreement_every_n_steps
     _synchronize_start(
         whole, optimizers, f"{compression} {overlap} {sync_batchnorm} {average} {sharded} {mode} {every} {options}"
@@ -177,9 +177,9 @@ def _start(plan: ReducerPlan, optimizers: Sequence[torch.optim.Optimizer], numbe
 
 
 def _train_apart(plan: ReducerPlan, optimizer: torch.optim.Optimizer) -> None:
-    """Let the ranks train apart from now on, and join where a pass over a loader ends."""
+    """Train each rank by its own gradients from now on, and join the weights where a pass over a loader ends."""
     model, statistics, number = plan.whole, statistics_of(plan.whole, False), len(registry.distributed)
-    apart = ModelApart(model, statistics, optimizer, plan.exchange, plan.communicator, number=number, every=plan.every)
+    apart = LocalModel(model, statistics, optimizer, plan.exchange, plan.communicator, number=number, every=plan.every)
     registry.apart[model] = registry.apart[optimizer] = apart
     if (state := registry.read_before.pop(optimizer, None)) is not None:
         optimizer.load_state_dict(state)  # with what this optimizer alone takes now
@@ -212,7 +212,7 @@ def _shard(optimizers: Sequence[torch.optim.Optimizer], numbers: Sequence[Any]) 
 
 
 def global_weights(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Give the model the weights that the training stands for, within this context: ``with ht.global_weights(model):``.
+    """Give the model the weights that are evaluated and saved, within this context: ``with ht.global_weights(model):``.
 
     With ``ht.distribute(..., mode="outer")`` they are those of the last join. With other models nothing changes.
     Nothing travels, so some ranks may call it and others not.

@@ -16,7 +16,7 @@ from hvd_train.protocol import Communicator
 from hvd_train.script.dataloader import passes
 from hvd_train.script.record import recording
 from hvd_train.torch import registry, state_bytes
-from hvd_train.torch.apart import STATE
+from hvd_train.torch.local_training import STATE
 
 
 def save(path: str | os.PathLike, **parts: Any) -> None:
@@ -24,7 +24,7 @@ def save(path: str | os.PathLike, **parts: Any) -> None:
 
     A part is anything with a ``state_dict``, a loader of ``ht.shard``, or numbers, strings and tensors. The file is a
     safetensors file; it appears under its name when it is complete. Other ranks may call this or not; with an optimizer
-    that is sharded, or whose ranks train apart, all of them must, as each has other slots.
+    that is sharded, or with local training, all ranks must, as each has other slots.
     """
     if recording():
         return

@@ -14,7 +14,7 @@ from hvd_train.config.conflicts import SHARDED, SUMMED, SYNC_BATCHNORM
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.protocol import Communicator
-from hvd_train.script.apart import check_mode
+from hvd_train.script.local_training import check_mode
 from hvd_train.torch import registry
 from hvd_train.torch.bit_sum import bits
 from hvd_train.torch.elementwise import numbers_of
@@ -96,10 +96,10 @@ def check_elementwise(optimizers: Sequence[torch.optim.Optimizer]) -> list[froze
     return [frozenset() if optimizer in known else numbers_of(optimizer, WHERE) for optimizer in optimizers]
 
 
-def check_apart(
+def check_local(
     models: Sequence[Any], optimizers: Sequence[Any], mode: str, sync_batchnorm: bool, average: bool, sharded: bool
 ) -> None:
-    """Raise ConfigError where the ranks cannot train apart."""
+    """Raise ConfigError where local training cannot be."""
     where = f"{WHERE}(mode=...)"
     if len(models) != 1 or len(optimizers) != 1:
         refuse("ranks that train apart have one model and one optimizer", "call ht.distribute(model, optimizer)", where)

@@ -14,7 +14,7 @@ from hvd_train.script import main_rank
 from hvd_train.script.slow_rank import SlowRankReport
 from hvd_train.script.world import open_session
 from hvd_train.torch import uneven_parts
-from hvd_train.torch.apart import ModelApart
+from hvd_train.torch.local_training import LocalModel
 from hvd_train.torch.reducer import HAND_FIX, Reducer
 from hvd_train.torch.sharded import ShardedStep
 
@@ -22,7 +22,7 @@ distributed: list[tuple[torch.nn.Module, Reducer | None]] = []
 parameters: dict[int, tuple[torch.nn.Parameter, Reducer | None]] = {}  # by id
 loaders = 0  # how many were sharded
 optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those given to ``ht.distribute``
-apart: dict[Any, ModelApart] = {}  # by model and by optimizer, whose ranks train apart
+apart: dict[Any, LocalModel] = {}  # by model and by optimizer, with local training
 # States of optimizers that trained apart, from files that were read before ``ht.distribute``.
 read_before: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 sharded: weakref.WeakKeyDictionary[torch.optim.Optimizer, ShardedStep] = weakref.WeakKeyDictionary()

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hvd_train.protocol import Exchange, Parameters, Placement
-from hvd_train.update.apart import Apart
+from hvd_train.update.local_update import LocalUpdate
 from hvd_train.update.state import weight_names
 
 
-class Central(Apart):
-    """Ranks train apart and join their weights with the centre, which is what the training stands for.
+class Central(LocalUpdate):
+    """Each rank joins its weights with the centre, which is evaluated and saved.
 
     No rank takes part in what another one does. A checkpoint holds the centre as the weights, and each rank's weights
     and slots beside it.
@@ -55,7 +55,7 @@ class Central(Apart):
         """Return whether this rank joins its weights after its ``step``-th step."""
         return True
 
-    def _give_common_weights(self) -> None:
+    def _load_common_weights(self) -> None:
         self._ranks.barrier()  # else another rank's weights could still be joined
         for rank, place in self._places:
             self._window.read(rank, self._flat[place])

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.protocol import UNDER_WAY, Cell, Entry, Exchange, Parameters, Placement, State, Tensor
+from hvd_train.protocol import IN_FLIGHT, Cell, Entry, Exchange, Parameters, Placement, State, Tensor
 from hvd_train.update.flat_state import FlatState
 from hvd_train.update.replicated import Replicated
 
-STEPS = UNDER_WAY + "steps"  # the entry with the number of gradients under way
+STEPS = IN_FLIGHT + "steps"  # the entry with the number of gradients under way
 Landed = tuple[list[Tensor], list[State]]
 
 
@@ -117,7 +117,7 @@ class Delayed(Replicated):
 
     def state(self) -> list[Entry]:
         """List slots, residuals and what is under way; see ``finish_transfers``."""
-        return [*super().state(), *self._under_way()]
+        return [*super().state(), *self._in_flight()]
 
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
         super().load(tree, placement)
@@ -129,7 +129,7 @@ class Delayed(Replicated):
         for prefix, bucket, cell in self._named_cells():
             self._flat.load(prefix, bucket, cell, tree)
 
-    def _under_way(self) -> Iterator[Entry]:
+    def _in_flight(self) -> Iterator[Entry]:
         if not self.delay:
             return
         yield Entry(STEPS, Placement.REPLICATED, lambda: np.array(min(int(self._steps.read()), self.delay), np.int64))
@@ -141,7 +141,7 @@ class Delayed(Replicated):
         for kind, kept in (("gradient", self._gradients), ("weights", self._weights)):
             for ago, cells in enumerate(kept, 1):
                 for bucket, cell in enumerate(cells):
-                    yield f"{UNDER_WAY}{kind}{ago}/", bucket, cell
+                    yield f"{IN_FLIGHT}{kind}{ago}/", bucket, cell
 
 
 def _write(kept: Sequence[Sequence[Cell]], values: Sequence[Sequence[Tensor]]) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.protocol import OF_EXCHANGE, Tensor
-from hvd_train.update.average import Average, Number
+from hvd_train.protocol import EXCHANGE_PREFIX, Tensor
 from hvd_train.update.replicated import Replicated
+from hvd_train.update.weight_average import Number, WeightAverage
 
 
-class ExponentialMean(Average):
+class ExponentialMean(WeightAverage):
     """The mean a of the weights w: a = decay a + (1 - decay) w after each ``every`` steps.
 
     a begins as w. Steps in which the optimizer moves nothing do not count. The mean is kept in the type of the weights.
@@ -63,4 +63,4 @@ class ExponentialMean(Average):
 
     def numbers(self) -> Mapping[str, Number]:
         steps = Number(lambda: np.array(int(self._steps.read())), lambda x: self._steps.write(int(x)))
-        return {f"{OF_EXCHANGE}average_steps": steps} if self.every > 1 else {}
+        return {f"{EXCHANGE_PREFIX}average_steps": steps} if self.every > 1 else {}

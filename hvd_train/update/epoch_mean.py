@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.protocol import OF_EXCHANGE, Tensor
-from hvd_train.update.average import Average, Number
+from hvd_train.protocol import EXCHANGE_PREFIX, Tensor
 from hvd_train.update.replicated import Replicated
+from hvd_train.update.weight_average import Number, WeightAverage
 
 
-class EpochMean(Average):
+class EpochMean(WeightAverage):
     """The plain mean of the weights at the ends of the last ``epochs`` epochs, ready when the training has ended.
 
     It is of ``count`` epochs, the last of which is number ``last`` (from 1). A run that goes on beyond the end that it
@@ -81,7 +81,7 @@ class EpochMean(Average):
         return [self._ops.from_numpy(self._ops.to_numpy(x)) for x in self._weights.read()]
 
     def numbers(self) -> Mapping[str, Number]:
-        return {f"{OF_EXCHANGE}mean_{name}": self._number(name) for name in ("count", "last")}
+        return {f"{EXCHANGE_PREFIX}mean_{name}": self._number(name) for name in ("count", "last")}
 
     def _number(self, name: str) -> Number:
         return Number(lambda: np.array(getattr(self, name), np.int64), lambda x: setattr(self, name, int(x)))

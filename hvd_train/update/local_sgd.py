@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvd_train.protocol import Exchange, Parameters, TensorSpec
-from hvd_train.update.averaging import Averaging
+from hvd_train.update.rank_averaging import RankAveraging
 
 
-class LocalSGD(Averaging):
+class LocalSGD(RankAveraging):
     def __init__(self, frontend: Parameters, exchange: Exchange, steps: int) -> None:
         super().__init__(frontend, exchange)
         self.steps = steps

@@ -23,7 +23,7 @@ RMS = 0.2  # of the entries of AdamW's steps
 def muon(w: Tensor, g: Tensor, slots: Sequence[Tensor], t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> Formula:
     """m = momentum m + g; w -= rate (0.2 sqrt(longer side) orthogonal(m) + decay w).
 
-    With nesterov g + momentum m stands for m. v is not used for a matrix.
+    With nesterov it takes g + momentum m for m. v is not used for a matrix.
     """
     m, v = slots
     yield []  # it needs no sums over the ranks

@@ -11,14 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from hvd_train.errors import ConfigError
-from hvd_train.protocol import OF_EXCHANGE, Communicator, Entry, Exchange, Parameters, Placement, Tensor
-from hvd_train.update.apart import Apart
+from hvd_train.protocol import EXCHANGE_PREFIX, Communicator, Entry, Exchange, Parameters, Placement, Tensor
 from hvd_train.update.flat_state import FlatState
+from hvd_train.update.local_update import LocalUpdate
 
-MOMENTUM, SAMPLES = f"{OF_EXCHANGE}outer_momentum/", f"{OF_EXCHANGE}samples"
+MOMENTUM, SAMPLES = f"{EXCHANGE_PREFIX}outer_momentum/", f"{EXCHANGE_PREFIX}samples"
 
 
-class Outer(Apart):
+class Outer(LocalUpdate):
     """Move the global weights G by what the ranks have learned, with w those of a rank and n its samples since then:
 
     d = sum of n (G - w) / sum of n;  v = momentum (v + d);  G -= rate (d + v);  w = G
@@ -47,15 +47,15 @@ class Outer(Apart):
         exchange = exchange.divided(fragments)
         self._joint, self._together = exchange.unclipped(), exchange.uncompressed(exchange.communicator)
         # The same buckets for gradients, so that the weights of a bucket are those of a delta.
-        self._apart = exchange.uncompressed(alone)
-        super().__init__(frontend, self._apart)
+        self._alone = exchange.uncompressed(alone)
+        super().__init__(frontend, self._alone)
         self._flat = FlatState(frontend, self.buckets)
         self._fragments = [[b for b, members in enumerate(self.buckets) if members[0] in part] for part in fragments]
-        self._errors = self._saved = self._cells(self._joint)
+        self._errors = self._kept_residuals = self._cells(self._joint)
         first = [frontend.ops.to_numpy(x) for x in frontend.flat_weights()]
         self._global = [frontend.ops.keep(x) for x in first]
         self._velocity = [frontend.ops.keep(np.zeros_like(x)) for x in first if momentum]
-        # (fragments, 3): samples since a fragment's last join, of this rank and of all; steps that were taken apart.
+        # (fragments, 3): samples since a fragment's last join, of this rank and of all; steps by local gradients.
         self._samples = np.zeros((len(fragments), 3), np.int64)
         self._combine_all = frontend.compiled(self._combine)
         self.interval = steps  # steps between two joins, of any part of the weights
@@ -67,16 +67,16 @@ class Outer(Apart):
     # ---- when
 
     def before_step(self, step: int, samples: int) -> None:
-        apart = step > self.synchronous
-        exchange = self._apart if apart else self._together
+        local = step > self.synchronous
+        exchange = self._alone if local else self._together
         if self.exchange is not exchange:
-            self.exchange, self.local_gradients = exchange, apart
+            self.exchange, self.local_gradients = exchange, local
             self.frontend.retrace()
-        if apart:
+        if local:
             self._samples[:, 1:] += samples, 1
-        elif apart_before := int(self._samples[0, 2]):  # of a run that goes on with a later start: slots differ
+        elif local_before := int(self._samples[0, 2]):  # of a run that goes on with a later start: slots differ
             what = "the ranks have trained apart before, and their optimizers differ"
-            fix = f"set it to at most {step - 1 - apart_before}"
+            fix = f"set it to at most {step - 1 - local_before}"
             raise ConfigError(what, where=f"exchange.outer_start: {self.synchronous}", fix=fix, common=True)
 
     def after_step(self, step: int, samples: int) -> None:
@@ -163,7 +163,7 @@ class Outer(Apart):
         for cell, x in zip(self._global, weights, strict=True):
             cell.write(x)
 
-    def _give_common_weights(self) -> None:
+    def _load_common_weights(self) -> None:
         for b, weights in enumerate(self.common_weights()):
             self.optimizer.take(b, weights)
 

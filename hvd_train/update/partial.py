@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from hvd_train.protocol import Exchange, Parameters, TensorSpec
-from hvd_train.update.averaging import Averaging
+from hvd_train.update.rank_averaging import RankAveraging
 
 
 def parts(specs: Sequence[TensorSpec], fraction: float) -> list[list[str]]:
@@ -21,7 +21,7 @@ def parts(specs: Sequence[TensorSpec], fraction: float) -> list[list[str]]:
     return [part for part in names if part]
 
 
-class Partial(Averaging):
+class Partial(RankAveraging):
     def __init__(self, frontend: Parameters, exchange: Exchange, fraction: float) -> None:
         super().__init__(frontend, exchange)
         self.fraction = fraction

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.protocol import (
-    OF_EXCHANGE,
+    EXCHANGE_PREFIX,
     Cell,
     Entry,
     Exchange,
@@ -23,8 +23,8 @@ from hvd_train.update.error_meter import compression_error
 from hvd_train.update.moved_weights import MovedWeights
 
 # What the names begin with of the weights and running statistics that a run goes on with, in a checkpoint whose weights
-# are an average of them (update/averaged.py).
-TRAINING, STATISTICS = f"{OF_EXCHANGE}training_weights/", f"{OF_EXCHANGE}training_statistics/"
+# are an average of them (update/averaged_update.py).
+TRAINING, STATISTICS = f"{EXCHANGE_PREFIX}training_weights/", f"{EXCHANGE_PREFIX}training_statistics/"
 
 
 class Replicated:
@@ -48,7 +48,7 @@ class Replicated:
         self.move: Callable[[Sequence[Tensor], Any], None] = self.optimizer.step
         self.moved = MovedWeights(frontend, self.optimizer, self.buckets)
         self._residuals = self._cells(exchange)
-        self._saved = self._residuals  # those that a checkpoint keeps
+        self._kept_residuals = self._residuals  # those that a checkpoint keeps
         self._training: Tree = {}  # what a checkpoint has for training to go on with, beside averages
 
     def _connect(self) -> Optimizer:
@@ -135,7 +135,7 @@ class Replicated:
         """The model has them."""
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         return False
 
     def finish_transfers(self) -> None:
@@ -163,7 +163,7 @@ class Replicated:
                 }
             return
         ops = self.frontend.ops
-        for b, cells in enumerate(self._saved):
+        for b, cells in enumerate(self._kept_residuals):
             for k, cell in enumerate(cells):
                 if f"{b}/{k}" in tree:
                     # A residual of 64 bits would make the gradients of a run that goes on in 32 as wide.
@@ -185,6 +185,6 @@ class Replicated:
         ops = self.frontend.ops
         return [
             Entry(f"{b}/{k}", Placement.PER_RANK, lambda cell=cell: ops.to_numpy(cell.read()))  # type: ignore[misc]
-            for b, cells in enumerate(self._saved)
+            for b, cells in enumerate(self._kept_residuals)
             for k, cell in enumerate(cells)
         ]

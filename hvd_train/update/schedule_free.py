@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from hvd_train.protocol import Cell, Tensor
-from hvd_train.update.average import Average, Number
 from hvd_train.update.replicated import Replicated
+from hvd_train.update.weight_average import Number, WeightAverage
 
 OFFSET = "offset"  # the slot with z - y
 
 
-class ScheduleFree(Average):
+class ScheduleFree(WeightAverage):
     """x = (1 - c) x + c z after each step; c = w / (sum of all w so far), w = (highest learning rate so far)^2.
 
     The weights w are those of the authors' package, schedulefree, by default. With a constant rate x is the plain mean.

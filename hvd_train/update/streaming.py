@@ -11,10 +11,10 @@ from functools import partial
 import numpy as np
 
 from hvd_train.errors import ConfigError
-from hvd_train.protocol import OF_EXCHANGE, Communicator, Entry, Exchange, Parameters, Placement, Tensor, Tree
+from hvd_train.protocol import EXCHANGE_PREFIX, Communicator, Entry, Exchange, Parameters, Placement, Tensor, Tree
 from hvd_train.update.outer import Outer
 
-PART = f"{OF_EXCHANGE}part_under_way/"
+PART = f"{EXCHANGE_PREFIX}part_under_way/"
 
 
 def _result(deltas: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
@@ -84,7 +84,7 @@ class Streaming(Outer):
             if samples:  # else it has sent in this step
                 self._depart(fragment)
                 self._arrive()
-        self._give_common_weights()
+        self._load_common_weights()
         self.diverged = False
 
     def _depart(self, fragment: int) -> None:
@@ -110,7 +110,7 @@ class Streaming(Outer):
     # ---- what a checkpoint keeps
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         return self._part is not None
 
     def finish_transfers(self) -> None:

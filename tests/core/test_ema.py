@@ -13,7 +13,7 @@ from hvd_train.core.hooks import Hook
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.update import make_update
-from hvd_train.update.averaged import Averaged
+from hvd_train.update.averaged_update import AveragedUpdate
 from hvd_train.update.ema import ExponentialMean
 from tests.core.test_loop import KillingLog, Recorder, Stop, config, final, run_ranks, same, trainer, without_speed
 
@@ -26,7 +26,7 @@ def averaging(decay=0.9, every=1, **exchange):
 
     def kind(frontend, built):
         made = make_update(config(exchange=exchange).exchange, frontend, lambda over: built, Serial())
-        return Averaged(made, partial(ExponentialMean, decay=decay, every=every))
+        return AveragedUpdate(made, partial(ExponentialMean, decay=decay, every=every))
 
     return kind
 

@@ -13,7 +13,7 @@ from hvd_train.core.hooks import Hook
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.update import make_update
-from hvd_train.update.averaged import Averaged
+from hvd_train.update.averaged_update import AveragedUpdate
 from hvd_train.update.epoch_mean import EpochMean
 from tests.core.test_control_sync import Signal, every_turn, interrupted
 from tests.core.test_loop import (
@@ -41,7 +41,7 @@ def averaging(**exchange):
 
     def build(frontend, built):
         made = make_update(config(exchange=exchange).exchange, frontend, lambda over: built, Serial())
-        return Averaged(made, partial(EpochMean, epochs=3))
+        return AveragedUpdate(made, partial(EpochMean, epochs=3))
 
     return build
 

@@ -9,7 +9,7 @@ import pytest
 
 import hvd_train
 from hvd_train.errors import ConfigError
-from hvd_train.update.averaged import Averaged
+from hvd_train.update.averaged_update import AveragedUpdate
 from hvd_train.update.ema import ExponentialMean
 from hvd_train.update.replicated import TRAINING
 from tests.frontends.test_contract import FRAMEWORKS, batch, opened, same, stepped, weights
@@ -22,7 +22,7 @@ DECAY, STEPS = 0.9, 6
 def trained(framework, every=1):
     """(the front-end after STEPS steps; a mean from the weights of the first on; the weights after each)."""
     frontend, seen = opened(framework), []
-    update = Averaged(frontend.update, partial(ExponentialMean, decay=DECAY, every=every))
+    update = AveragedUpdate(frontend.update, partial(ExponentialMean, decay=DECAY, every=every))
     for k in range(STEPS):
         stepped(frontend, [batch(k)])
         frontend.run_queued()

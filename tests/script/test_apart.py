@@ -11,7 +11,7 @@ from hvd_train.config import load_config
 from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError
 from hvd_train.frontends.base import started_at_once
 from hvd_train.protocol import Packing
-from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, named
+from hvd_train.script.local_training import LocalTraining, ScriptWeights, Variable, named
 from tests.numpy_frontend import NumpyOps
 from tests.rank_threads import run_ranks
 from tests.script.outer_formula import LR, OUTER, RATE, ROUND, STEPS, by_formula, first, gradient
@@ -35,7 +35,7 @@ class Script:
             started_at_once,
         )
         statistic = Variable("mean", lambda: self.statistic, lambda x: self.statistic.__setitem__(..., x))
-        self.apart = TrainedApart(weights, [statistic], exchange, communicator, "hx.distribute")
+        self.apart = LocalTraining(weights, [statistic], exchange, communicator, "hx.distribute")
 
     def variable(self, k: int) -> Variable:
         return Variable(f"w{k}", lambda: self.parts[k], lambda x: self.parts[k].__setitem__(..., x))
@@ -179,7 +179,7 @@ def test_what_is_compressed_stays_equal_on_all_ranks(size, compression):
 def test_any_rank_may_ask_to_stop():
     def work(communicator):
         script = Script(communicator)
-        script.apart.wish = script.rank == 2
+        script.apart.stop_requested = script.rank == 2
         seen = []
         for number in range(1, ROUND + 1):
             script.step(number)

@@ -137,5 +137,5 @@ class OptimConfig(Section):
 
     @property
     def schedule_free(self) -> bool:
-        """Return whether the training stands for a mean of what the optimizer moves."""
+        """Return whether a mean of the weights that the optimizer moves is evaluated and saved."""
         return not self.is_users and OPTIMIZERS[self.name].schedule_free

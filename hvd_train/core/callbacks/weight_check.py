@@ -26,7 +26,7 @@ class WeightCheck(Hook):
 
     @contextmanager
     def global_weights(self, trainer: Training) -> Iterator[None]:
-        """Give the model the weights that the training stands for, for an evaluation or a checkpoint."""
+        """Give the model the weights that are evaluated and saved, for an evaluation or a checkpoint."""
         update = trainer.update
         # A signal within an evaluation saves: the weights are global already, and the evaluation gives them back.
         if update.has_global_weights:

@@ -1,4 +1,4 @@
-"""A PyTorch script whose ranks train apart: ``ht.distribute(model, optimizer, mode="outer")``, or ``"streaming"``.
+"""Local training of a PyTorch script: ``ht.distribute(model, optimizer, mode="outer")``, or ``"streaming"``.
 
 ``state_dict`` and ``ht.save`` hold the global weights, and the model has them within ``ht.global_weights``.
 """
@@ -19,8 +19,8 @@ from hvd_train.frontends.base import started_at_once
 from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.protocol import Communicator
-from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, named
 from hvd_train.script.dataloader import passes
+from hvd_train.script.local_training import LocalTraining, ScriptWeights, Variable, named
 from hvd_train.script.weight_check import WeightCheck
 from hvd_train.torch import state_bytes
 from hvd_train.torch.frames import is_running
@@ -32,7 +32,7 @@ STATE, OTHERS = "outer", "other_ranks"
 DIFFER_FIX = "load weights on all ranks, and let no rank decide by its loss or its data alone"
 
 
-class ModelApart(TrainedApart):
+class LocalModel(LocalTraining):
     """A model and its optimizer, whose hooks count steps and put the global weights into what is saved."""
 
     def __init__(
@@ -151,7 +151,7 @@ class ModelApart(TrainedApart):
 class _ModelHook:
     """A hook of the model. A deep copy of the model shares it, and it does nothing there."""
 
-    def __init__(self, apart: ModelApart, work: Callable[..., None]) -> None:
+    def __init__(self, apart: LocalModel, work: Callable[..., None]) -> None:
         self._apart, self._work = apart, work
 
     def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Updates whose ranks train apart for a while, each with weights and slots of its own."""
+"""Local training: each rank steps by its own gradients, and now and then the weights are joined."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_train.update.replicated import Replicated
 from hvd_train.update.state import weight_names, weights
 
 
-class Apart(Replicated, ABC):
+class LocalUpdate(Replicated, ABC):
     """An update over this rank alone; a subclass says what the ranks' weights have in common, and when they join.
 
     An evaluation or a checkpoint takes the common weights for a while, and then each rank goes on with its weights:
@@ -29,13 +29,13 @@ class Apart(Replicated, ABC):
         self._local: Tree = {}  # this rank's weights, while the model has the common ones
 
     @abstractmethod
-    def _give_common_weights(self) -> None:
+    def _load_common_weights(self) -> None:
         """Give the model the weights that are evaluated and saved; all ranks call it."""
 
     def take_global_weights(self) -> None:
         if self.diverged:
             self._local = weights(self.frontend)
-            self._give_common_weights()
+            self._load_common_weights()
         self.diverged = False
 
     def take_local_weights(self) -> None:

@@ -1,4 +1,4 @@
-"""A Keras model whose ranks train apart: ``hk.distribute(model, mode="outer")``, or ``"streaming"``.
+"""Local training of a Keras model: ``hk.distribute(model, mode="outer")``, or ``"streaming"``.
 
 The ranks join after so many steps, at the end of each epoch of ``fit`` and of each pass over ``hk.shard``.
 """
@@ -20,7 +20,7 @@ from hvd_train.keras.gradients import WIRE, Reduction
 from hvd_train.keras.model_state import SEED, buffers_of, to_numpy
 from hvd_train.keras.patches import Patches
 from hvd_train.protocol import Communicator
-from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, check_mode, named
+from hvd_train.script.local_training import LocalTraining, ScriptWeights, Variable, check_mode, named
 
 SAVING = ("save", "save_weights", "export")
 
@@ -44,7 +44,7 @@ class LocalReduction(Reduction):
         return value
 
 
-class ModelApart(TrainedApart):
+class LocalModel(LocalTraining):
     """A model and its optimizer. What evaluates, predicts and saves has the global weights."""
 
     def __init__(
@@ -104,7 +104,7 @@ class ModelApart(TrainedApart):
         return int(to_numpy(self._optimizer.iterations))
 
     def _agree(self) -> None:
-        self.wish = float(to_numpy(self._reduction.stop)) > 0
+        self.stop_requested = float(to_numpy(self._reduction.stop)) > 0
         super()._agree()
         self._reduction.stopped.assign(float(self.stops))
 
@@ -154,8 +154,8 @@ class ModelApart(TrainedApart):
         return called
 
 
-def check_apart(optimizers: Sequence[Any], mode: str, sharded: bool, lr_scaling: str, where: str) -> None:
-    """Raise ConfigError where the ranks cannot train apart."""
+def check_local(optimizers: Sequence[Any], mode: str, sharded: bool, lr_scaling: str, where: str) -> None:
+    """Raise ConfigError where local training cannot be."""
     if len(optimizers) != 1:
         what = f"ranks that train apart have one optimizer, and there are {len(optimizers)}"
         fix = "leave mode out, or train with one optimizer"

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hvd_train.protocol import Parameters, Replica, TensorSpec
-from hvd_train.update.apart import Apart
+from hvd_train.update.local_update import LocalUpdate
 
 
 class AveragedParameters(Parameters, Replica, Protocol):
     """Parameters whose averages over the ranks this update takes."""
 
 
-class Averaging(Apart):
+class RankAveraging(LocalUpdate):
     """A mean of weights now and then. A subclass says which ones after which step.
 
-    What the training stands for is the mean of the ranks' weights.
+    The mean of the ranks' weights is evaluated and saved.
     """
 
     frontend: AveragedParameters
@@ -33,5 +33,5 @@ class Averaging(Apart):
             self.frontend.average(names)
         self.diverged = len(names) < len(specs)
 
-    def _give_common_weights(self) -> None:
+    def _load_common_weights(self) -> None:
         self.frontend.average([spec.name for spec in self.frontend.specs()])

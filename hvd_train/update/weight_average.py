@@ -19,7 +19,7 @@ class Number(NamedTuple):
     write: Callable[[np.ndarray], None]
 
 
-class Average(ABC):
+class WeightAverage(ABC):
     """An average of the weights that ``update`` moves. Weights and averages are flat, (n,) for each bucket."""
 
     def __init__(self, update: Replicated) -> None:

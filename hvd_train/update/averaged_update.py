@@ -8,23 +8,23 @@ from functools import partial
 import numpy as np
 
 from hvd_train.config import Config
-from hvd_train.protocol import OF_EXCHANGE, Entry, Placement, Tensor, Tree, Update
-from hvd_train.update.average import Average
+from hvd_train.protocol import EXCHANGE_PREFIX, Entry, Placement, Tensor, Tree, Update
 from hvd_train.update.ema import ExponentialMean
 from hvd_train.update.epoch_mean import EpochMean
 from hvd_train.update.replicated import STATISTICS, TRAINING, Replicated
 from hvd_train.update.schedule_free import ScheduleFree
+from hvd_train.update.weight_average import WeightAverage
 
-MEAN = f"{OF_EXCHANGE}mean_weights/"  # what the names of averages begin with that are not ready
+MEAN = f"{EXCHANGE_PREFIX}mean_weights/"  # what the names of averages begin with that are not ready
 
 
-class Averaged:
+class AveragedUpdate:
     """An update around another one, whose ``diverged`` is always false.
 
     A checkpoint has the average as the weights, and beside it those that training goes on with.
     """
 
-    def __init__(self, update: Replicated, make: Callable[[Replicated], Average]) -> None:
+    def __init__(self, update: Replicated, make: Callable[[Replicated], WeightAverage]) -> None:
         self.update, self._frontend, self._moved = update, update.frontend, update.moved
         self.average = make(update)
         update.move = self.average.step
@@ -128,8 +128,8 @@ class Averaged:
         return self.update.buckets
 
     @property
-    def under_way(self) -> bool:
-        return self.update.under_way
+    def in_flight(self) -> bool:
+        return self.update.in_flight
 
     def after_step(self, step: int, samples: int) -> None:
         self.update.after_step(step, samples)
@@ -143,7 +143,7 @@ class Averaged:
 
 def averaged(config: Config, update: Replicated) -> Update:
     """Return the update with the average that the configuration asks for, if any."""
-    make: Callable[[Replicated], Average]
+    make: Callable[[Replicated], WeightAverage]
     if config.ema:
         make = partial(ExponentialMean, decay=config.ema.decay, every=config.ema.every_n_steps)
     elif config.swa:
@@ -152,4 +152,4 @@ def averaged(config: Config, update: Replicated) -> Update:
         make = partial(ScheduleFree, beta=config.optim.betas[0])
     else:
         return update
-    return Averaged(update, make)
+    return AveragedUpdate(update, make)

@@ -1,4 +1,4 @@
-"""Scripts whose ranks train apart: ``mode="outer"`` and ``"streaming"`` of ``ht.distribute`` and ``hk.distribute``.
+"""Local training in scripts: ``mode="outer"`` and ``"streaming"`` of ``ht.distribute`` and ``hk.distribute``.
 
 Each rank steps by its local gradients, with the user's optimizer. Now and then the update of ``exchange.mode`` joins
 the weights, as it does for ``hvd-train fit``. The global weights are those of the last join.
@@ -113,14 +113,14 @@ class ScriptWeights:
         return canonical
 
 
-class TrainedApart:
-    """A model whose ranks train apart: count its steps, join its weights, give it the global ones.
+class LocalTraining:
+    """A model that each rank trains by its own gradients: count its steps, join its weights, give it the global ones.
 
     The ranks join after every ``outer_steps`` steps, or ``outer_steps / fragments``, and in ``join``. Each counts the
     same, whatever the lengths of its batches are. Running statistics become their mean over the ranks then. Other
     buffers stay each rank's.
 
-    ``wish``: whether this rank wants to stop; ``stops``: whether any rank wanted to at the last join.
+    ``stop_requested``: whether this rank wants to stop; ``stops``: whether any rank wanted to at the last join.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class TrainedApart:
         self._step = 0  # since all ranks had the same weights
         self.taken, self._joined = 0, False  # steps of this process
         self.within = False  # whether the model has the global weights for a while
-        self.wish = self.stops = False
+        self.stop_requested = self.stops = False
         self._common = self._read_statistics()
         # Global weights in whose place others were set since the last join, and a digest of these; 0: there are none.
         self._replaced: Sequence[Tensor] = []
@@ -185,7 +185,7 @@ class TrainedApart:
         """Raise the same error on all ranks where weights are not finite, or the numbers of steps differ."""
         ops, communicator = self._ops, self._weights.groups.data
         finite = all(bool(ops.to_numpy(ops.all_finite(x))) for x in self._weights.flat_weights())
-        local = [not finite, self.wish, self.taken, self.taken**2, self._digest, self._digest**2]
+        local = [not finite, self.stop_requested, self.taken, self.taken**2, self._digest, self._digest**2]
         total = communicator.synchronize(
             communicator.allreduce_async(ops.from_numpy(np.array(local, np.float64)), "join")
         )

@@ -88,6 +88,9 @@ class ScriptWeights:
         """Return (n,): a copy of the weights of a bucket."""
         return self.ops.concat([self.ops.reshape(self.variables[i].read(), (-1,)) for i in self._buckets[bucket]])
 
+    def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
+        raise NotImplementedError  # the user's optimizer moves the weights
+
     def take(self, bucket: int, weights: Tensor) -> None:
         members = self._buckets[bucket]
         parts = self.ops.split(weights, [self._specs[i].size for i in members])

@@ -17,7 +17,7 @@ from hvd_train.data.catalog import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.jobs.fit import locked_run_folder, train
 from hvd_train.jobs.job import build_job, noting_inputs
-from hvd_train.jobs.resume import data_as_before, resumes, split_as_before
+from hvd_train.jobs.resume import resumes, split_as_before
 from hvd_train.protocol import Build
 from hvd_train.rank.session import Session, failures_explained
 from hvd_train.script.world import open_session
@@ -91,7 +91,6 @@ def fit(
             kept = open_session(config.framework, session, stages)
             session.communicator, session.links = kept.communicator, kept.links
         stack.enter_context(failures_explained(session.communicator))
-        opened = data_as_before(config, session.communicator, opened, resume, user_data)
         config = split_as_before(config, session.communicator, resume)
         config = config.restoring() if resumes(config, session.communicator, resume) else config
         job = build_job(config, session, opened)

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
 from hvd_train.config import Config
 from hvd_train.config.keys.task import title_of
 
@@ -19,7 +17,7 @@ class Measure:
     """What the values of a run's evaluations are of.
 
     ``task``: its section; ``data``: size and fingerprint of each part; ``reading``: of each part, what fingerprints do
-    not tell. Whatever an older checkpoint does not tell counts as the same.
+    not tell.
     """
 
     task: Mapping[str, Any]
@@ -30,29 +28,18 @@ class Measure:
     def of(cls, config: Config, data: Mapping[str, Any], ranks: int) -> Measure:
         return cls(config.task.model_dump(mode="json"), data, reading(config, data, ranks))
 
-    @classmethod
-    def of_checkpoint(cls, meta: Mapping[str, Any]) -> Measure:
-        """Return that of a checkpoint, from the ``meta`` of its manifest."""
-        try:
-            config = Config.model_validate(meta.get("config"))
-        except ValidationError:
-            return cls({}, {}, {})
-        return cls.of(config, meta.get("data") or {}, meta.get("world_size") or 1)
-
     def difference(self, now: Measure, monitor: str) -> str:
         """Return why the values of ``monitor`` are not comparable with those of ``now``; empty if they are."""
-        if self.task and now.task:
-            losses = [{key: x for key, x in one.task.items() if key != "metrics"} for one in (self, now)]
-            if losses[0] != losses[1]:
-                return "the loss is another one"
-            name = monitor.partition("_")[2]
-            metrics = [_metrics(one.task).get(name) for one in (self, now)]
-            if None not in metrics and metrics[0] != metrics[1]:
-                return f"the metric {name} is another function"
-        part = monitor.partition("_")[0]
+        losses = [{key: x for key, x in one.task.items() if key != "metrics"} for one in (self, now)]
+        if losses[0] != losses[1]:
+            return "the loss is another one"
+        part, _, name = monitor.partition("_")
+        metrics = [_metrics(one.task).get(name) for one in (self, now)]
+        if None not in metrics and metrics[0] != metrics[1]:
+            return f"the metric {name} is another function"
         for facts in ("data", "reading"):
-            before, after = (getattr(one, facts).get(part) for one in (self, now))
-            if None not in (before, after) and before != after:
+            before, after = (getattr(one, facts)[part] for one in (self, now))
+            if before != after:
                 how = "are others" if facts == "data" else "are read in another way"
                 return f"the {PARTS[part]} data {how}"
         return ""
@@ -67,8 +54,7 @@ def reading(config: Config, data: Mapping[str, Any], ranks: int) -> dict[str, An
     if config.limit_val_batches:
         together = -(-config.global_batch(config.replicas(ranks)) // config.accumulate_grad_batches)
         evaluated = config.limit_val_batches * together
-        samples = (data.get("val") or {}).get("samples", evaluated)
-        evaluated = evaluated if evaluated < samples else None  # all of them
+        evaluated = evaluated if evaluated < data["val"]["samples"] else None  # all of them
     return {
         "train": [cut, transforms, config.data.sampling],
         # Of the transforms, all others are of training alone.

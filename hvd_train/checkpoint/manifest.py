@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: every field typed and bounded, and a SHA-256 over all of them.
 
-Format 2 holds the digest, so that no flipped bit goes unseen. Format 1, of older versions, has none and is still read.
+The digest is there so that no flipped bit goes unseen. Another format number is refused.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,7 @@ from hvd_train import files, protocol
 from hvd_train.errors import CheckpointError
 from hvd_train.protocol import Sample
 
-FORMAT, PLAIN_FORMAT = 2, 1
+FORMAT = 3
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step-([0-9]{1,18})(\.was-[0-9a-f]+)?$")
 MAX_BYTES, MAX_RANKS = 32 << 20, 1 << 16
@@ -82,50 +82,52 @@ class ArrayField(_Part):
     divisor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     classes: Count | None
     masked: bool
-    mean: Annotated[list[Finite], Field(max_length=1 << 20)] = []
-    std: Annotated[list[Finite], Field(max_length=1 << 20)] = []
-    image: bool | None = None  # None: an earlier version's, where three axes of numbers are one
-    names: Annotated[list[Text], Field(max_length=1 << 20)] | None = None
-    columns: Annotated[list[Text], Field(max_length=1 << 20)] | None = None
-    ragged: bool = False
+    mean: Annotated[list[Finite], Field(max_length=1 << 20)]
+    std: Annotated[list[Finite], Field(max_length=1 << 20)]
+    image: bool
+    names: Annotated[list[Text], Field(max_length=1 << 20)]
+    columns: Annotated[list[Text], Field(max_length=1 << 20)]
+    ragged: bool
 
 
 class SampleFields(_Part):
-    """The fields of a sample as protocol.Sample has them; ``names`` and ``columns`` are None in older checkpoints."""
+    """The fields of a sample as protocol.Sample has them."""
 
     inputs: dict[Text, ArrayField]
     labels: dict[Text, ArrayField]
-    told_classes: Count | None = None
+    told_classes: Count | None
+
+
+class DataFacts(_Part):
+    """The training and validation data, as ``resume_rules.data_facts`` describes them."""
+
+    train: Samples
+    val: Samples
 
 
 class Meta(_Part):
-    """Facts about the run. Entries of later versions are kept out."""
+    """Facts about the run."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
-    framework: Text | None = None
-    world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
-    config: dict[str, Any] | None = None
-    compression: Text | None = None
-    two_phase: bool = False
-    axes: Text | None = None
-    sample: SampleFields | None = None
-    input_shape: Annotated[list[Count], Field(max_length=64)] | None = None
-    num_classes: Count | None = None  # like input_shape and numbers of older versions, which knew one input alone
-    numbers: Text = ""
-    progress: Progress | None = None
-    monitor: dict[Text, float | None] = {}
-    data: dict[Literal["train", "val"], Samples] = {}
+    framework: Text
+    world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    config: dict[str, Any]
+    compression: Text
+    axes: Text
+    sample: SampleFields
+    progress: Progress
+    monitor: dict[Text, float | None]
+    data: DataFacts
 
 
 class Manifest(_Part):
-    format: Literal[1, 2]
+    format: Literal[3]
     step: Count
     epoch: Count
     consumed: Count
     ranks: Annotated[int, Field(ge=0, le=MAX_RANKS)]
     meta: Meta
     files: dict[FileName, File]
-    sha256: Digest | None = None  # over all other fields; of format 2
+    sha256: Digest  # over all other fields
 
 
 def encode(fields: dict[str, Any]) -> bytes:
@@ -153,35 +155,17 @@ class _TwiceError(ValueError):
     pass
 
 
-def sample_of(meta: Mapping[str, Any]) -> Sample | None:
-    """Return the fields of the run's samples; None where the checkpoint does not hold them.
-
-    Older ones know one input of numbers, and neither names of classes nor columns.
-    """
-    saved = meta.get("sample")
-    if saved:
-        inputs, labels = ({name: _field(x) for name, x in saved[part].items()} for part in ("inputs", "labels"))
-        return Sample(inputs, labels, saved.get("told_classes"))
-    if not meta.get("input_shape"):
-        return None
-    shape, classes = tuple(map(int, meta["input_shape"])), int(meta["num_classes"])
-    label = protocol.Field((), "int64", classes=classes, names=None)
-    return Sample({"input": protocol.Field(shape, "float32", columns=None)}, {"label": label})
-
-
-def saved_sample(sample: Sample) -> dict[str, Any]:
-    """Return the fields of a sample as a checkpoint keeps them."""
-    saved = asdict(sample)
-    for one in (*saved["inputs"].values(), *saved["labels"].values()):
-        if not one["ragged"]:  # versions that do not know the key read these checkpoints
-            del one["ragged"]
-    return saved
+def sample_of(meta: Mapping[str, Any]) -> Sample:
+    """Return the fields of the run's samples."""
+    saved = meta["sample"]
+    inputs, labels = ({name: _field(x) for name, x in saved[part].items()} for part in ("inputs", "labels"))
+    return Sample(inputs, labels, saved["told_classes"])
 
 
 def _field(saved: Mapping[str, Any]) -> protocol.Field:
-    # JSON has lists where a field has tuples. Older checkpoints do not tell names and columns.
+    # JSON has lists where a field has tuples.
     values: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in saved.items()}
-    return protocol.Field(**{"names": None, "columns": None} | values)
+    return protocol.Field(**values)
 
 
 def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
@@ -194,11 +178,9 @@ def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
             raise CheckpointError(f"has {file.stat().st_size:,} bytes, which no manifest has", where=str(file))
         content = files.content(file, MAX_BYTES)
         raw = json.loads(content, object_pairs_hook=_unique)
-        if isinstance(raw, dict) and raw.get("format", FORMAT) not in (PLAIN_FORMAT, FORMAT):
+        if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
             number = json.dumps(raw["format"])[:20]
-            raise CheckpointError(
-                f"has format {number}; this version reads {PLAIN_FORMAT} and {FORMAT}", where=str(path)
-            )
+            raise CheckpointError(f"has format {number}; this version reads format {FORMAT}", where=str(path))
         manifest = Manifest.model_validate_json(content)
     except FileNotFoundError as error:
         raise CheckpointError("there is no checkpoint", where=str(file)) from error
@@ -225,24 +207,8 @@ def _check(path: Path, manifest: Manifest, raw: dict[str, Any]) -> None:
     kept = sorted(int(n[5:].split(".")[0]) for n in manifest.files if n.startswith("rank-"))  # of all ranks, or of none
     if kept and kept != list(range(manifest.ranks)):
         raise _damaged(file, "files", f"of {manifest.ranks} ranks: {', '.join(map(str, kept))}")
-    for what, one, other in _doubled(raw):
-        if one != other:
-            raise _damaged(file, what, f"{json.dumps(one)[:40]} and {json.dumps(other)[:40]}, which must be equal")
-    if manifest.sha256 != (_digest(raw) if manifest.format == FORMAT else None):
+    if manifest.sha256 != _digest(raw):
         raise _damaged(file, "its SHA-256 differs")
-
-
-def _doubled(raw: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, one value, the other) of what a manifest holds twice: all that guards one of format 1."""
-    meta = raw["meta"]
-    progress, config = meta.get("progress") or {}, meta.get("config") or {}
-    for name in ("step", "epoch", "consumed"):
-        yield f"progress.{name}", progress.get(name, raw[name]), raw[name]
-    pairs = {"framework": (meta.get("framework"), config.get("framework"))}
-    pairs["world_size"] = meta.get("world_size"), raw["ranks"] or None
-    for name, (one, other) in pairs.items():
-        if one is not None and other is not None:
-            yield name, one, other
 
 
 def _first(error: ValidationError) -> tuple[str, str]:

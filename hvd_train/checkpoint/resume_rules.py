@@ -23,7 +23,7 @@ class RunFacts:
     """The facts of a run that decide how a training goes on from its checkpoint."""
 
     framework: str
-    compression: str | None  # None: an older checkpoint does not tell
+    compression: str
     mode: str  # of the exchange
     precision: str
     task: dict[str, Any]
@@ -32,9 +32,8 @@ class RunFacts:
     patience: int
     data: dict[str, dict[str, Any]]  # see data_facts
     ranks: int
-    two_phase: bool = True  # False: of a version in which bf16 and int8 did not round sums
     stages: str = "1"  # blocks of each, as "3 + 2"
-    axes: str | None = None  # in which residuals lie; None: there is none, or an older checkpoint does not tell
+    axes: str | None = None  # in which residuals lie; None: there is none
     devices: str = "1"  # blocks of each device of a rank, where a compressor's buckets depend on them
     order: str = ""  # what the order of samples depends on
     reading: dict[str, Any] = field(default_factory=dict)  # see comparable.reading
@@ -46,10 +45,9 @@ class RunFacts:
         cls,
         config: Config,
         framework: str,
-        compression: str | None,
+        compression: str,
         data: dict[str, dict[str, Any]],
         ranks: int,
-        two_phase: bool = True,
         axes: str | None = None,
     ) -> RunFacts:
         stopping, plateau, split = config.early_stopping, config.optim.plateau, config.parallel.split
@@ -65,10 +63,9 @@ class RunFacts:
             patience=stopping.patience if stopping else 0,
             data=data,
             ranks=ranks,
-            two_phase=two_phase,
             stages=" + ".join(map(str, split)) if config.parallel.pipeline > 1 else "1",
             axes=axes,
-            devices=" + ".join(map(str, split)) if placed and compression not in (None, "none") else "1",
+            devices=" + ".join(map(str, split)) if placed and compression != "none" else "1",
             order=f"seed {config.seed}, sampling {config.data.sampling}, lengths {config.data.lengths}",
             reading=reading(config, data, ranks),
             best=config.checkpoint.monitor if config.checkpoint.save_top_k else "none",
@@ -84,13 +81,12 @@ class RunFacts:
 class Resumption:
     """A training that goes on: the checkpoint's ``progress``, which rules change, and the facts before and now.
 
-    ``samples``: of an epoch; ``sums``: how many numbers the task adds up; ``loss_scale``: that of a new run.
+    ``sums``: how many numbers the task adds up; ``loss_scale``: that of a new run.
     """
 
     progress: Progress
     before: RunFacts
     now: RunFacts
-    samples: int
     sums: int
     loss_scale: float
 
@@ -164,9 +160,7 @@ def _wait_longer(r: Resumption) -> str:
 
 
 def _begin_epoch_anew(r: Resumption) -> str:
-    train, progress = r.before.data.get("train"), r.progress
-    # Older checkpoints do not hold the data's facts; then only a place beyond their end shows that they are others.
-    others = (train is not None and train != r.now.data["train"]) or progress.consumed > r.samples
+    progress, others = r.progress, r.before.data["train"] != r.now.data["train"]
     # In another order, samples of the rest were used already. Of an epoch whose steps are done there is no rest.
     reordered = r.before.order != r.now.order and not progress.ending
     if not progress.consumed or not (others or reordered):
@@ -185,13 +179,6 @@ def _drop_sums(r: Resumption) -> str:
     if not same:
         r.progress.pending = []
     return ""
-
-
-def _round_sums(r: Resumption) -> str:
-    name = r.now.compression
-    if r.before.two_phase or name not in ("bf16", "int8") or name != r.before.compression or r.now.ranks == 1:
-        return ""
-    return f"exchange.compression: {name} now rounds the sum over ranks as well; its residuals take up the rest"
 
 
 def _tell_batch(r: Resumption) -> str:
@@ -231,7 +218,6 @@ RULES = (
     Rule("ranks, with batch_size", "nothing", "the global batch is another one", _tell_batch),
     Rule("framework, exchange", "--allow-change KEY", "what each rank kept to itself is left behind"),
     Rule("a GPU or a CPU, with a compression", "nothing", "residuals of images' models are left behind"),
-    Rule("bf16 or int8 of an earlier version", "nothing", "residuals go on, and take up the rest of sums", _round_sums),
     Rule("names of classes", "--allow-change data.classes", "nothing"),
     Rule("names of columns", "--allow-change data", "columns count by their places"),
     Rule("order of columns, scale of inputs, vocabulary", "refused", ""),
@@ -261,11 +247,8 @@ def why_left_behind(before: RunFacts, now: RunFacts, same_shapes: bool) -> str:
 NEW_RUN = "begin a new run with --run-dir, whose model.init_from takes the weights that fit"
 
 
-def check_config(before: Config, config: Config, user_config: Config, allow_change: Sequence[str]) -> None:
+def check_config(before: Config, config: Config, allow_change: Sequence[str]) -> None:
     """Refuse a configuration that is not the checkpoint's, except the keys that ``allow_change`` names."""
-    classes = config.data.classes
-    if classes and before.data.classes is None and user_config.data.classes is None:  # an older checkpoint keeps none
-        before = before.model_copy(update={"data": before.data.model_copy(update={"classes": classes})})
     users = next((c.optim.name for c in (before, config) if c.optim.is_users), "")
     if users and before.framework != config.framework and "framework" in allow_change:
         what = f"the slots of an optimizer of yours do not go from {before.framework} to {config.framework}"
@@ -290,9 +273,8 @@ def _allowed(key: str, allow_change: Sequence[str]) -> bool:
 
 def check_fields(snapshot: Snapshot, sample: Sample, allowed: bool) -> None:
     """Refuse columns in another order, and inputs of another scale: weights know them by place and size alone."""
-    run = sample_of(snapshot.meta) if snapshot.meta.get("sample") else None
-    pairs = [(kind, getattr(run, kind), getattr(sample, kind)) for kind in ("inputs", "labels")] if run else []
-    for kind, before, now in pairs:
+    run = sample_of(snapshot.meta)
+    for kind, before, now in (("inputs", run.inputs, sample.inputs), ("labels", run.labels, sample.labels)):
         for name, old in before.items():
             new = now.get(name)
             if new is None:
@@ -314,12 +296,9 @@ def check_fields(snapshot: Snapshot, sample: Sample, allowed: bool) -> None:
                 raise DataError(what, where=str(snapshot.path), fix=f"store them as {old.dtype}")
 
 
-def check_data(snapshot: Snapshot, facts: dict[str, dict[str, Any]], size: int) -> None:
+def check_data(snapshot: Snapshot, facts: dict[str, dict[str, Any]]) -> None:
     """Refuse training and validation data with other samples than the checkpoint's."""
-    rows = changed_parts(snapshot.meta.get("data", {}), facts)
-    consumed = snapshot.progress.consumed
-    if not rows and consumed > size:  # a checkpoint that says nothing of its data
-        rows.append(f"training: {consumed:,} samples of an epoch used -> {size:,}")
+    rows = changed_parts(snapshot.meta["data"], facts)
     if rows:
         what = f"the data changed since the checkpoint ({'; '.join(rows)})"
         fix = "give the same data, or --allow-change data: a begun epoch then begins anew"
@@ -380,13 +359,7 @@ def changed_parts(before: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]
     """List the parts of the data that differ from the checkpoint's, as "training: 88 samples -> 120"."""
     rows = []
     for part, name in PARTS.items():
-        if part in before and before[part] != now[part]:
+        if before[part] != now[part]:
             old, new = (f"{facts[part]['samples']:,}" for facts in (before, now))
             rows.append(f"{name}: {old} samples -> {new}" if old != new else f"{name}: {new} samples, but others")
     return rows
-
-
-def were_images(run: Sample | None, sample: Sample) -> bool:
-    """Return whether a run of an earlier version took inputs for images which are not images by today's rule."""
-    pairs = [(run.inputs[name], field) for name, field in sample.inputs.items() if run and name in run.inputs]
-    return any(old.image and not new.image and old.shape in (new.shape, (*new.shape, 1)) for old, new in pairs)

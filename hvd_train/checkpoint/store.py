@@ -63,24 +63,15 @@ class Snapshot:
 
     def config(self) -> Config:
         """Return the configuration of the training that saved it."""
-        try:
-            return Config.model_validate(self._fact("config"))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            key = ".".join("".join(c for c in str(part) if c.isprintable())[:60] for part in first["loc"])
-            what = f"holds a configuration that this version cannot read ({key}: {first['msg'][:200]})"
-            raise CheckpointError(what, where=str(self.path)) from error
+        return _config(self.meta, self.path)
 
     @property
     def progress(self) -> Progress:
-        return Progress(**self._fact("progress"))
+        return Progress(**self.meta["progress"])
 
     @property
     def framework(self) -> str:
-        return self._fact("framework")
-
-    def _fact(self, key: str) -> Any:
-        return _fact_of(self.meta, key, self.path)
+        return self.meta["framework"]
 
 
 def preflight(folder: Path, needed: int) -> None:
@@ -300,14 +291,17 @@ def newest_readable(folder: Path) -> Path:
 
 def config_of(path: Path) -> dict[str, Any]:
     """Return the configuration that the checkpoint was trained with, as it was saved; its other files are not read."""
-    _, meta = read(path)
-    return _fact_of(meta, "config", path)
+    return read(path)[1]["config"]
 
 
-def _fact_of(meta: dict[str, Any], key: str, path: Path) -> Any:
-    if meta.get(key) is None:
-        raise CheckpointError(f"does not tell its {key}", where=str(path))
-    return meta[key]
+def _config(meta: dict[str, Any], path: Path) -> Config:
+    try:
+        return Config.model_validate(meta["config"])
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join("".join(c for c in str(part) if c.isprintable())[:60] for part in first["loc"])
+        what = f"holds a configuration that this version cannot read ({key}: {first['msg'][:200]})"
+        raise CheckpointError(what, where=str(path)) from error
 
 
 def _no_warning(text: str) -> None:
@@ -326,16 +320,16 @@ def _ranked(
     sign, rows, now = (1 if mode == "min" else -1), [], None
     for step, path in reversed(find(folder)):
         try:
-            manifest, meta = read(path)
+            _, meta = read(path)
+            measure = Measure.of(_config(meta, path), meta["data"], meta["world_size"])
         except CheckpointError as error:
             cause = error.__cause__
             if strict and isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
                 raise
             warn(f"checkpoint {path.name} cannot be used ({error}); the best of the others is taken")
             continue
-        measure = Measure.of_checkpoint(meta)
         now = now or measure
-        value = manifest.meta.monitor.get(monitor)
+        value = meta["monitor"].get(monitor)
         if value is not None and math.isfinite(value) and not measure.difference(now, monitor):
             rows.append((sign * float(value), step, path))
     return sorted(rows)
@@ -396,7 +390,7 @@ def choose(run_dir: Path, which: str, monitor: str, mode: str, warn: Callable[[s
     if snapshot is None:
         raise CheckpointError("there is no checkpoint", where=str(run_dir / "checkpoints"))
     first = newest_readable(run_dir / "checkpoints")
-    if read(first)[1].get("config") != snapshot.meta.get("config"):
+    if config_of(first) != snapshot.meta["config"]:
         what = f"{first.name} is damaged, and the one before it was trained with another configuration"
         raise CheckpointError(what, where=str(first), fix=f"take that one: --checkpoint {snapshot.path}")
     return snapshot

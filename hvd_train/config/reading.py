@@ -14,7 +14,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from hvd_train.config.keys.config import Config
-from hvd_train.config.keys.exchange import FORMER
 from hvd_train.config.names import nearest
 from hvd_train.config.writing import FLOAT, explain, inner
 from hvd_train.errors import ConfigError
@@ -182,11 +181,6 @@ def load_config(
         problems += _explained(error, lines, path)
     if problems or config is None:
         raise ConfigError("\n".join(" ".join(problem.splitlines()) for problem in problems))
-    # A note, not an error: configurations and checkpoints with the former name keep working.
-    for at, place in lines.items():
-        if at and at[-1] in FORMER:
-            now = _dotted((*at[:-1], FORMER[str(at[-1])]))
-            config.notes.append(f"{place}: {_dotted(at)} is called {now} now")
     if config.user_code and (config.code_dir or base is None):
         folder = config.code_dir or (path.parent if path else ".")
         return config.model_copy(update={"code_dir": os.path.abspath(folder)})

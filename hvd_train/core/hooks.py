@@ -44,27 +44,6 @@ class StepInfo:
         """Return whether the ranks compare their weights after this step."""
         return self.due.check
 
-    # Names of earlier versions, which users' hooks read.
-
-    @property
-    def rate(self) -> float:
-        return self.learning_rate
-
-    @property
-    def sums(self) -> Sequence[Any]:
-        return self.local_sums
-
-    @property
-    def told(self) -> bool:
-        return self.due.log
-
-    @property
-    def compared(self) -> bool:
-        return self.due.check
-
-
-Taken = StepInfo  # the name of earlier versions
-
 
 @dataclass(frozen=True)
 class Epoch:

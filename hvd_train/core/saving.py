@@ -46,7 +46,7 @@ class Saver(Hook):
 
     def resumed_from(self, snapshot: store.Snapshot | None) -> None:
         self._last = snapshot.path if snapshot else None
-        self._metrics = snapshot.meta.get("monitor", {}) if snapshot else {}
+        self._metrics = snapshot.meta["monitor"] if snapshot else {}
 
     def begin(self) -> None:
         """Begin the run folder, where there must be room for a checkpoint."""

@@ -16,7 +16,7 @@ import numpy as np
 from hvd_train import faults
 from hvd_train.checkpoint import resume_rules, store
 from hvd_train.checkpoint.arrays import broadcast, pack, unpack
-from hvd_train.checkpoint.manifest import Progress, saved_sample
+from hvd_train.checkpoint.manifest import Progress
 from hvd_train.checkpoint.resume_rules import Resumption, RunFacts
 from hvd_train.checkpoint.writer import Writer, packed_error, raise_if_failed
 from hvd_train.core.agreement import NONFINITE_FIX, collectively
@@ -124,13 +124,10 @@ def _copy(
         "world_size": training.communicator.size,
         "config": training.config.model_dump(mode="json"),
         "compression": training.compression,
-        "two_phase": True,  # older checkpoints do not say so
         "axes": training.frontend.axes,
-        "neutral": True,  # each rank's running statistics have canonical names; older checkpoints do not say so
-        "sample": saved_sample(training.sample),
+        "sample": asdict(training.sample),
         "data": training.data,
-        # Versions that do not know the key read checkpoints without it.
-        "progress": {key: x for key, x in asdict(p).items() if x or key != "warmup"},
+        "progress": asdict(p),
         "monitor": dict(metrics),
     }
     return store.Snapshot(p.step, p.epoch, p.consumed, model, optimizer, local, meta)
@@ -203,9 +200,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
         _keep_warmup(training, saved["warmup"])
         loss_scale = FIRST_SCALE if training.scaled else 1.0
         sums = training.frontend.task.length
-        notes += resume_rules.carry_over(
-            Resumption(training.progress, before, now, training.train_size, sums, loss_scale)
-        )
+        notes += resume_rules.carry_over(Resumption(training.progress, before, now, sums, loss_scale))
         local: Tree = {}
         same_layout = (before.ranks, before.stages) == (now.ranks, now.stages)
         if same_layout:
@@ -240,7 +235,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
         training.frontend.load(piece)
         training.update.load(piece, Placement.REPLICATED)
     if saved and same_layout:
-        collectively(communicator, lambda: _check_averages(training, averages) if saved["neutral"] else None)
+        collectively(communicator, lambda: _check_averages(training, averages))
         training.frontend.load(averages)
     training.update.load(kept, Placement.PER_RANK)
     return notes
@@ -275,18 +270,15 @@ def _head(training: Training, snapshot: store.Snapshot | None) -> bytes:
     if snapshot is None:
         return b"{}"
     config, meta = snapshot.config(), snapshot.meta
-    kind, data, ranks = meta.get("compression"), meta.get("data", {}), len(snapshot.local)
+    ranks = len(snapshot.local)
     keys = {key for tree in snapshot.local for key in tree}
-    axes = meta.get("axes") if any(map(is_residual, keys)) else None  # all else has canonical axes
-    facts = RunFacts.of(config, snapshot.framework, kind, data, ranks, meta.get("two_phase", False), axes)
-    progress, train = snapshot.progress, data.get("train")
-    schedule = Schedule.of(config, train["samples"] if train else training.train_size, config.replicas(ranks))
-    progress.warmup = progress.warmup or schedule.mixed_warmup  # older checkpoints do not tell
+    axes = meta["axes"] if any(map(is_residual, keys)) else None  # all else has canonical axes
+    facts = RunFacts.of(config, snapshot.framework, meta["compression"], meta["data"], ranks, axes)
+    schedule = Schedule.of(config, meta["data"]["train"]["samples"], config.replicas(ranks))
     head = {
         "facts": asdict(facts),
-        "progress": asdict(progress),
+        "progress": meta["progress"],
         "warmup": schedule.warmup_as_given,
-        "neutral": meta.get("neutral", False),
         "kept": sorted({"residuals" if is_residual(key) else key.split("/")[0] for key in keys} & KEPT),
     }
     return json.dumps(head).encode()

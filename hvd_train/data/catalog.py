@@ -157,7 +157,7 @@ def _check_names(parts: Mapping[str, Source], config: DataConfig) -> None:
     for name, field in labels.items():
         names = Known.of(config).label(name, len(labels) == 1).names
         if names is not None and field.names != names:
-            has = f"the data have {listing(field.names or ())}" if field.names else "labels of these data have no names"
+            has = f"the data have {listing(field.names)}" if field.names else "labels of these data have no names"
             fix = "set it when packing" if config.name == "packed" else "leave it out"
             raise DataError(f"names {listing(names)}, and {has}", where="data.classes", fix=fix)
 
@@ -169,7 +169,7 @@ def _check_several_classes(parts: Mapping[str, Source], config: DataConfig, task
     for name, field in labels.items():
         alone = field.classes == 1 and losses.get(name, losses.get("")) == "cross_entropy"
         if alone and config.target == "labels":
-            what = f"all samples are of one class{''.join(f', {one}' for one in field.names or ())}"
+            what = f"all samples are of one class{''.join(f', {one}' for one in field.names)}"
             folders = "give a folder that holds one folder for each class"
             fix = folders if config.name == "imagefolder" else "give labels of two classes or more"
             raise DataError(what, where=config.path or f"data.name: {config.name}", fix=fix)

@@ -139,9 +139,9 @@ class Known:
                     f"data.classes are {listing(asked.names or ())}, and those of the run are {listing(stored.names)}"
                 )
                 raise DataError(what, where="data.classes", fix="leave it out: the run keeps its classes")
-            names = stored.names or (stored.names if asked.names is None else asked.names)
-            if stored.classes and len(names or ()) > stored.classes:
-                what = f"{len(names or ())} names, {listing(names or ())}, and the run has {stored.classes} classes"
+            names = stored.names or asked.names or ()
+            if stored.classes and len(names) > stored.classes:
+                what = f"{len(names)} names, {listing(names)}, and the run has {stored.classes} classes"
                 raise DataError(what, where="data.classes", fix="name these, in the order of their numbers")
             known_labels[name] = Classes(stored.classes or asked.count, names, False, "the run")
         return cls(default, known_labels, run)
@@ -162,14 +162,14 @@ class Known:
             known = self.label(name, len(labels) == 1)
             if label_field.classes and known.whose != "the run":
                 # Also (), of numbers: another part's words would be numbered by themselves.
-                names = label_field.names or ()
+                names = label_field.names
                 known = replace(known, names=names, auto=False, whose=known.whose or TRAINING)
             known_labels[name] = replace(known, samples=len(train), trained=label_field.classes)
         return Known(self.default, known_labels, self.run, train.sample)
 
     def named_run(self, run: Sample) -> Sample:
         """Give ``run`` the names of ``data.classes`` where it has none."""
-        labels = {name: replace(field, names=self.each[name].names) for name, field in run.labels.items()}
+        labels = {name: replace(field, names=self.each[name].names or ()) for name, field in run.labels.items()}
         return replace(run, labels=labels)
 
     def label(self, name: str, alone: bool) -> Classes:

@@ -117,7 +117,7 @@ def as_run(source: Source, run: Sample, labels: bool, where: str, ignore: int) -
             order = _order(run.labels[name], field, where, remarks)
             lookup = _lookup(name, run.labels[name], field, where, remarks, ignore)
             dtype = _widest([field, run.labels[name]])
-            label_maps[name] = FieldMap(its, order, lookup, run.labels[name].names or (), where, _other(field, dtype))
+            label_maps[name] = FieldMap(its, order, lookup, run.labels[name].names, where, _other(field, dtype))
             label_fields[name] = replace(_classes_of(run.labels[name], field), dtype=dtype or field.dtype)
             _remark_on_label(name, run.labels[name], field, dtype, remarks)
     sample = Sample(fields, label_fields, source.sample.told_classes or run.told_classes)
@@ -169,7 +169,7 @@ def _remark_on_label(name: str, run: Field, data: Field, dtype: str | None, rema
 
 
 def _numbers(field: Field) -> str:
-    return listing([f"{one} {k}" for k, one in enumerate(field.names or ())])
+    return listing([f"{one} {k}" for k, one in enumerate(field.names)])
 
 
 def _matched(
@@ -240,14 +240,14 @@ def _order(run: Field, data: Field, where: str, remarks: list[str]) -> np.ndarra
 
 def _renamed(data: Field, run: Field) -> Field:
     if not run.columns or not data.columns or run.columns == data.columns:
-        return replace(data, columns=data.columns or run.columns or ())
+        return replace(data, columns=data.columns or run.columns)
     return replace(data, shape=(*data.shape[:-1], len(run.columns)), columns=run.columns)
 
 
 def _classes_of(run: Field, data: Field) -> Field:
     if not run.classes or not data.classes:
         return data
-    return replace(data, classes=run.classes, names=(data.names or ()) if run.names is None else run.names)
+    return replace(data, classes=run.classes, names=run.names)
 
 
 def _lookup(name: str, run: Field, data: Field, where: str, remarks: list[str], ignore: int) -> Lookup | None:
@@ -255,7 +255,7 @@ def _lookup(name: str, run: Field, data: Field, where: str, remarks: list[str], 
     it is."""
     if not run.classes or not data.classes:
         return None
-    if data.names and run.names is not None:
+    if data.names:
         names = run.names or tuple(map(str, range(run.classes)))
         strange = [one for one in data.names if one not in names]
         if strange and not run.names:

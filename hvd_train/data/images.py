@@ -319,7 +319,7 @@ class ImageFiles:
         if odd is not None and not side:
             raise self._of_another_size(odd, sizes[odd])
         self.shape = (len(sizes), self._size[1], self._size[0], 3 if colored else 1)
-        # For the fingerprint. Earlier versions did not turn images.
+        # For the fingerprint.
         turned = sum(header.turned for header in listing.headers)
         self.names = " ".join(
             [f"{kind}/{path.name}" for kind, path in zip(listing.names, self._paths, strict=True)]

@@ -46,9 +46,9 @@ def _check_task(manifest: Manifest, sample: Sample, config: DataConfig, task: Ta
             was, now = ("classes" if yes else "numbers" for yes in (not wanted, wanted))
             what = f"labels '{name}' were packed as {was}, and task.loss wants {now}"
             raise DataError(what, where=str(folder), fix="pack with -c and this configuration's task.loss")
-        loss, numbers = task.term(name)[0], numbers_of(field.names or ())
+        loss, numbers = task.term(name)[0], numbers_of(field.names)
         if loss in OF_NUMBERS and numbers and [*numbers.values()] != [*range(len(numbers))]:
-            what = f"labels '{name}' were packed as the numbers of {named('class', field.names or ())}"
+            what = f"labels '{name}' were packed as the numbers of {named('class', field.names)}"
             fix = f"pack with -c and this configuration's task.loss, {loss}: the labels are then the numbers themselves"
             raise DataError(what, where=str(folder), fix=fix)
         if config.num_classes and field.classes and config.num_classes != field.classes:

@@ -70,10 +70,8 @@ def _features(
         if len(columns) == 1 and columns[0] not in others:  # other data may call it otherwise
             return config.features or others, []
     if not columns:
-        why = "the checkpoint is of an older version and does not name its columns" if columns is None else ""
         names = config.features or others
-        remark = f"{why or 'the run was trained without columns'}: they are taken as they stand, {listing(names)}"
-        return names, [remark]
+        return names, [f"the run was trained without columns: they are taken as they stand, {listing(names)}"]
     if config.features and set(config.features) != set(columns):
         what = f"data.features are {listing(config.features)}, and the run was trained with {listing(columns)}"
         raise DataError(what, where="data.features", fix="leave it out: the run knows its columns")

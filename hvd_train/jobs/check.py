@@ -39,7 +39,7 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
         log = WordLog() if first else NullLog()
 
         def find() -> store.Snapshot | None:
-            snapshot = find_checkpoint(job.config, job.user_config, job.data, resume, allow_change) if first else None
+            snapshot = find_checkpoint(job.config, job.data, resume, allow_change) if first else None
             if snapshot:
                 check_tree(job.frontend.whole or job.frontend.state(), snapshot.model)
             return snapshot

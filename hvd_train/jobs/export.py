@@ -13,7 +13,6 @@ from hvd_train.checkpoint import store
 from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import Config
 from hvd_train.config.user_code import look_in
-from hvd_train.data.catalog import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, PYTORCH, Framework
 from hvd_train.frontends.plain import Exported, Trained
@@ -37,7 +36,6 @@ SCALES = {
     "cifar10": "from 0 to 1",
     "text": "the bytes' numbers",
 }
-STORED = "as the data hold them (bytes divided by 255)"
 NUMBERS = "as the data hold them", "from 0 to 1 (uint8 divided by 255)"
 
 
@@ -62,10 +60,8 @@ def export(
     _check_place(output, to, overwrite)
     framework = _builder(config, to)
     snapshot = choose_checkpoint(config, which)
-    # The manifest of older checkpoints does not describe a sample, so the data must be opened.
-    opens = sample_of(snapshot.meta) is None
-    used = {"model.name": framework is not None, "data.name": opens, "data.transforms": opens}
-    refuse_foreign({key: name for key, name in foreign.items() if used.get(key)}, config.run_dir)
+    # Neither the data nor their transforms are opened.
+    refuse_foreign({key: name for key, name in foreign.items() if key == "model.name" and framework}, config.run_dir)
     look_in(config.code_dir)
     trained = _trained(config, snapshot)
     if framework:
@@ -105,11 +101,10 @@ def _builder(config: Config, to: str) -> Framework | None:
 
 
 def _trained(config: Config, snapshot: store.Snapshot) -> Trained:
-    """Return the checkpoint's weights and statistics with its sample, which older checkpoints take from the data."""
-    sample = sample_of(snapshot.meta) or open_data(config.data, config.task).sample
+    """Return the checkpoint's weights and statistics with its sample."""
+    sample = sample_of(snapshot.meta)
     arrays = {key.partition("/")[2]: array for key, array in snapshot.model.items()}
-    saved = NUMBERS[any(field.divisor != 1 for field in sample.inputs.values())] if "sample" in snapshot.meta else ""
-    scale = SCALES.get(config.data.name) or saved or snapshot.meta.get("numbers") or STORED
+    scale = SCALES.get(config.data.name) or NUMBERS[any(field.divisor != 1 for field in sample.inputs.values())]
     several = len(sample.inputs) > 1
     for name, field in sample.inputs.items():
         if field.mean:
@@ -118,7 +113,7 @@ def _trained(config: Config, snapshot: store.Snapshot) -> Trained:
     about = {
         "model": config.model.name,
         "options": json.dumps(config.model.options),
-        "trained_with": f"hvd_train {__version__}, {snapshot.meta.get('framework', config.framework)}",
+        "trained_with": f"hvd_train {__version__}, {snapshot.framework}",
         "step": str(snapshot.step),
         "sample": f"{sample.input_shape} as the data give it, {order}numbers {scale}",
         "num_classes": str(sample.num_classes),

@@ -107,7 +107,7 @@ def train(
     def find() -> Snapshot | None:
         if communicator.rank:
             return None
-        return find_checkpoint(config, job.user_config, job.data, resume, allow_change)
+        return find_checkpoint(config, job.data, resume, allow_change)
 
     with long_step("preparing the training", communicator.rank == 0 and not quiet):
         trackers = collectively(communicator, lambda: load(config.loggers if communicator.rank == 0 else []))
@@ -189,7 +189,7 @@ def _compression_of(job: Job, snapshot: Snapshot | None) -> str:
     compression: str = job.config.exchange.compression
     # ``auto`` keeps that with which the run began: measured today, it could be another one.
     if snapshot and compression == "auto":
-        compression = snapshot.meta.get("compression") or compression
+        compression = snapshot.meta["compression"]
     return job.communicator.broadcast_bytes(compression.encode()).decode()
 
 

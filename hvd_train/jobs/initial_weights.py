@@ -253,10 +253,8 @@ def _read(path: Path, config: Config, where: str) -> list[WeightFile]:
         place = store.resolve(path, str(path))
         snapshot, vocabulary = store.load(place, model_only=True), saved_vocabulary(place.resolve().parent.parent)
         arrays = {key.partition("/")[2]: x for key, x in snapshot.model.items()}
-        model = (snapshot.meta.get("config") or {}).get("model") or {}
-        origin = snapshot.framework, model.get("name", "")
-        sample = sample_of(snapshot.meta) if snapshot.meta.get("sample") else None  # older ones know little of it
-        return [WeightFile(arrays, True, origin, sample, vocabulary)]
+        origin = snapshot.framework, snapshot.config().model.name
+        return [WeightFile(arrays, True, origin, sample_of(snapshot.meta), vocabulary)]
     if path.suffix == ".safetensors":
         return [_safetensors(path, where)]
     readers = FRAMEWORKS[config.framework].weight_readers()

@@ -19,7 +19,7 @@ from hvd_train.errors import TrainError
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.jobs.class_weights import with_class_weights
 from hvd_train.jobs.initial_weights import initialize
-from hvd_train.jobs.resume import data_as_before, resumes, split_as_before
+from hvd_train.jobs.resume import resumes, split_as_before
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, FrontEnd, Sample, one_or_all
 from hvd_train.rank.session import Session
@@ -35,7 +35,6 @@ class Job:
     session: Session
     data: DataSet
     frontend: FrontEnd
-    user_config: Config  # the configuration without what the data added
     split: str = "val"  # the part that eval and predict read
     initialization: Sequence[str] = ()  # what model.init_from has given, in lines; on rank 0
     parameter_groups: ParameterGroups | None = None  # of a training with optim.groups
@@ -79,7 +78,6 @@ def opened_job(
         if metered:
             session.count_traffic()
         with long_step("building the model", shown):
-            data = data_as_before(config, communicator, data, resume)
             config = split_as_before(config, communicator, resume)
             config = config.restoring() if resumes(config, communicator, resume) else config
             job = build_job(config, session, data)
@@ -125,7 +123,7 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
         frontend = collectively(groups.world, lambda: module.open_frontend(config, groups, data.sample))
     # All that ranks must have in common. One that read other data, or another version, would train on silently.
     sizes = " + ".join(str(len(part)) for part in data.parts.values())
-    user_config, config = config, with_classes(config, data.sample)
+    config = with_classes(config, data.sample)
     facts = {
         "config": digest(config),
         "data": f"{data.name}, {sizes} samples, {data.fingerprint}",
@@ -139,7 +137,7 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
         from hvd_train.frontends.stages.in_blocks import InBlocks, divide
 
         config = divide(cast(InBlocks, frontend), config, parts)
-    return Job(config, session, data, frontend, user_config, split, initialization)
+    return Job(config, session, data, frontend, split, initialization)
 
 
 def with_classes(config: Config, sample: Sample) -> Config:

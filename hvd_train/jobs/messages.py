@@ -91,7 +91,7 @@ def weight_names(job: Job) -> str:
 def _classes(sample: Sample) -> list[str]:
     """List the names of the classes and their numbers, a line for each label."""
     rows = {
-        name: [f"{printable(one, one_line=True)} {k}" for k, one in enumerate(field.names or ())]
+        name: [f"{printable(one, one_line=True)} {k}" for k, one in enumerate(field.names)]
         for name, field in sample.labels.items()
     }
     return [f"classes{f' of {name}' * (len(rows) > 1)}: {listing(row)}" for name, row in rows.items() if row]

@@ -99,7 +99,7 @@ def _new_file(job: Job, names: bool, name: str, rows: np.ndarray, output: Path, 
     if rows.ndim != 2 or rows.shape[1] < wanted:  # of one number, the largest is always the first
         what = f"the model gives {rows.shape[1:]} for a sample, and not a number for each of {wanted} classes"
         raise ConfigError(what, where="--names", fix="leave it out: the numbers are written as .npy", common=True)
-    return ClassTable(output, overwrite, field.names or (), job.data.parts[job.split])
+    return ClassTable(output, overwrite, field.names, job.data.parts[job.split])
 
 
 def _file_of(output: Path, name: str) -> Path:

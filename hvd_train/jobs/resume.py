@@ -6,21 +6,17 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hvd_train import files
 from hvd_train.checkpoint import resume_rules, store
-from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.checkpoint.resume_rules import data_facts
 from hvd_train.config import Config
-from hvd_train.core.agreement import collectively
-from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataSet
 from hvd_train.errors import CheckpointError
 from hvd_train.launch import snapshots
 from hvd_train.protocol import Communicator
 from hvd_train.run_folder import layout
-from hvd_train.run_folder.terminal import say, warn
+from hvd_train.run_folder.terminal import warn
 
 
 def resumes(config: Config, communicator: Communicator, resume: str | None) -> bool:
@@ -57,7 +53,7 @@ def split_as_before(config: Config, communicator: Communicator, resume: str | No
         with suppress(CheckpointError, OSError):  # reported where the checkpoint is loaded
             before = store.config_of(_place(config, resume)).get("parallel") or {}
             same = before.get("pipeline") == parallel.pipeline
-            same &= before.get("devices_per_rank", 1) == parallel.devices_per_rank
+            same &= before.get("devices_per_rank") == parallel.devices_per_rank
             if same and before.get("split") != "auto":
                 split = before["split"]
     split = json.loads(communicator.broadcast_bytes(json.dumps(split).encode()))
@@ -74,12 +70,11 @@ def _place(config: Config, resume: str) -> Path:
 
 
 def find_checkpoint(
-    config: Config, user_config: Config, data: DataSet, resume: str | None, allow_change: Sequence[str]
+    config: Config, data: DataSet, resume: str | None, allow_change: Sequence[str]
 ) -> store.Snapshot | None:
     """Read the checkpoint that ``resume`` names; None to start anew.
 
-    Its configuration and data must be this run's, except what ``allow_change`` names. ``user_config`` is the
-    configuration without what the data added.
+    Its configuration and data must be this run's, except what ``allow_change`` names.
     """
     if resume is None:
         return None
@@ -92,17 +87,17 @@ def find_checkpoint(
         snapshot = store.load(store.resolve(run_dir, resume, *best_rule(config), warn))
     if snapshot is None:
         return None
-    resume_rules.check_config(snapshot.config(), config, user_config, allow_change)
+    resume_rules.check_config(snapshot.config(), config, allow_change)
     resume_rules.check_fields(snapshot, data.sample, "data" in allow_change)
     vocabulary = saved_vocabulary(run_dir) if data.vocabulary else ""
     resume_rules.check_vocabulary(vocabulary, data.vocabulary, run_dir / layout.VOCABULARY, snapshot.path)
     if "data" not in allow_change:
-        resume_rules.check_data(snapshot, data_facts(data.train, data.val), len(data.train))
+        resume_rules.check_data(snapshot, data_facts(data.train, data.val))
     return snapshot
 
 
 def saved_vocabulary(run_dir: Path) -> str:
-    """Read the run's vocabulary, as JSON; empty if the run has none, or is of an older version."""
+    """Read the run's vocabulary, as JSON; empty if the run has none."""
     try:
         text = files.content(run_dir / layout.VOCABULARY).decode("utf-8")
         json.loads(text)
@@ -112,31 +107,3 @@ def saved_vocabulary(run_dir: Path) -> str:
         what = f"the vocabulary of the run cannot be read: {error}"
         raise CheckpointError(what, where=str(run_dir / layout.VOCABULARY)) from error
     return text
-
-
-def data_as_before(
-    config: Config, communicator: Communicator, data: DataSet, resume: str | None, user_data: Any = None
-) -> DataSet:
-    """Open the data as images if the resumed run did.
-
-    Rank 0 reads the checkpoint's manifest. ``user_data`` is handed on to ``open_data``.
-    """
-    # Earlier versions took every array of shape (n, height, width) for images.
-    if resume is None or config.data.images is not None:
-        return data
-    were_images = communicator.rank == 0 and _were_images(config, data, resume)
-    if not communicator.broadcast_bytes(b"1" if were_images else b""):
-        return data
-    if communicator.rank == 0:
-        shapes = ", ".join(str(field.shape) for field in data.sample.inputs.values())
-        say(f"note: samples of {shapes} are images, as when the run began (data.images: true)", err=True)
-    as_images = config.data.model_copy(update={"images": True})
-    return collectively(communicator, lambda: open_data(as_images, config.task, user_data))
-
-
-def _were_images(config: Config, data: DataSet, resume: str) -> bool:
-    try:
-        run = sample_of(store.read(_place(config, resume))[1])
-    except (CheckpointError, OSError):  # reported where the checkpoint is loaded
-        return False
-    return resume_rules.were_images(run, data.sample)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,11 @@ from hvd_train.config import Config, load_config
 from hvd_train.config.user_code import look_in, source_of
 from hvd_train.core.agreement import collectively
 from hvd_train.data.catalog import check_path, open_data
-from hvd_train.data.classes import listing
 from hvd_train.data.dataset import DataRequest, DataSet
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.files import ours_alone
 from hvd_train.jobs.job import Job, build_job
 from hvd_train.jobs.resume import best_rule, saved_vocabulary
-from hvd_train.protocol import Field, Sample, one_or_all
 from hvd_train.rank.session import Session
 from hvd_train.run_folder.terminal import say, warn
 
@@ -110,27 +109,31 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
     session = Session.prepare(config.framework, config.threads, verbose)
     with session.opened() as communicator:
         snapshot = collectively(communicator, lambda: None if communicator.rank else choose_checkpoint(config, which))
-        meta = {key: x for key, x in snapshot.meta.items() if key != "progress"} if snapshot else {}
-        vocabulary = collectively(
-            communicator, lambda: "" if communicator.rank else saved_vocabulary(Path(config.run_dir))
-        )
-        meta["vocabulary"] = vocabulary
-        meta = json.loads(communicator.broadcast_bytes(json.dumps(meta).encode()))
+        facts = collectively(communicator, partial(_facts, snapshot, Path(config.run_dir)))
+        meta = json.loads(communicator.broadcast_bytes(json.dumps(facts).encode()))
         config = _with_weights_of_run(config, meta)
-        if config.data.path != ((meta.get("config") or {}).get("data") or {}).get("path"):
+        if config.data.path != meta["config"]["data"]["path"]:
             collectively(communicator, lambda: check_path(config.data))  # so that one rank prints it
         same, run = _same_data(config, meta), sample_of(meta)
         split = split or ("val" if same else "all")
-        looks_at_labels = labels or run is None or split in ("train", "val")
-        request = DataRequest(run, split, looks_at_labels, vocabulary=meta["vocabulary"])
+        request = DataRequest(run, split, labels or split in ("train", "val"), vocabulary=meta["vocabulary"])
         data = collectively(communicator, lambda: open_data(config.data, config.task, request=request))
-        collectively(communicator, lambda: check_vocabulary(config, data, same, meta))
+        collectively(communicator, lambda: check_vocabulary(config, data, meta["vocabulary"]))
         job = build_job(config, session, data, split)
         if communicator.rank == 0:
-            _print_notes(job, run, same, meta.get("data") or {})
+            _print_notes(job, same, meta["data"])
         _load_weights(job, snapshot)
         del snapshot  # it holds weights and optimizer slots: with adam three times the size of the model
         yield job
+
+
+def _facts(snapshot: store.Snapshot | None, run_dir: Path) -> dict[str, Any]:
+    """Return the facts of a checkpoint that all ranks must know, with the vocabulary of its run; rank 0 has it."""
+    if snapshot is None:
+        return {}
+    config = snapshot.config().model_dump(mode="json")
+    facts = {key: snapshot.meta[key] for key in ("sample", "data")}
+    return facts | {"config": config, "vocabulary": saved_vocabulary(run_dir)}
 
 
 def _with_weights_of_run(config: Config, meta: Mapping[str, Any]) -> Config:
@@ -138,7 +141,7 @@ def _with_weights_of_run(config: Config, meta: Mapping[str, Any]) -> Config:
 
     A file that the caller names has the word. It stands for the classes of the training samples, not of these data.
     """
-    saved = ((meta.get("config") or {}).get("task") or {}).get("class_weights")
+    saved = meta["config"]["task"]["class_weights"]
     if config.task.class_weights != "balanced" or not isinstance(saved, list):
         return config
     return config.model_copy(update={"task": config.task.model_copy(update={"class_weights": saved})})
@@ -154,43 +157,28 @@ def _load_weights(job: Job, snapshot: store.Snapshot | None) -> None:
 
 def _same_data(config: Config, meta: Mapping[str, Any]) -> bool:
     """Return whether these are the data that the run was trained and validated with, by their name and place."""
-    before, now = (meta.get("config") or {}).get("data") or {}, config.data
+    before, now = meta["config"]["data"], config.data
     # Compared by where they lie: the run may have been started in another folder.
-    places = [path and Path(path).expanduser().resolve() for path in (before.get("path"), now.path)]
-    same = before.get("name", now.name) == now.name and before.get("options", now.options) == now.options
-    return same and (not before or places[0] == places[1])
+    places = [path and Path(path).expanduser().resolve() for path in (before["path"], now.path)]
+    return before["name"] == now.name and before["options"] == now.options and places[0] == places[1]
 
 
-def check_vocabulary(config: Config, data: DataSet, same_data: bool, meta: Mapping[str, Any]) -> None:
-    """Refuse text whose words may have other numbers than in the run. An older run did not keep its vocabulary."""
-    if not data.vocabulary or (config.data.vocabulary and not meta["vocabulary"]):
-        return
-    if meta["vocabulary"]:
-        if json.loads(meta["vocabulary"]) != json.loads(data.vocabulary):
-            what = "the text was numbered by another vocabulary than the run's"
-            fix = "number it by vocabulary.json of the run, with data.vocabulary"
-            raise DataError(what, where=config.data.path or "data", fix=fix)
-        return
-    parted = data.parts.keys() >= {"train", "val"}
-    facts = data_facts(data.parts["train"], data.parts["val"]) if parted else {}
-    if not same_data or (facts and changed_parts(meta.get("data") or {}, facts)):
-        what = "the run is of an older version and did not keep its vocabulary, and this text is not the run's"
-        raise DataError(what, where="data.vocabulary", fix="take the run's own text, or train again")
+def check_vocabulary(config: Config, data: DataSet, vocabulary: str) -> None:
+    """Refuse text that was numbered by another vocabulary than the run's, which is empty if the run kept none."""
+    if vocabulary and data.vocabulary and json.loads(vocabulary) != json.loads(data.vocabulary):
+        what = "the text was numbered by another vocabulary than the run's"
+        fix = "number it by vocabulary.json of the run, with data.vocabulary"
+        raise DataError(what, where=config.data.path or "data", fix=fix)
 
 
-def _print_notes(job: Job, run: Sample | None, same_data: bool, before: Mapping[str, Any]) -> None:
+def _print_notes(job: Job, same_data: bool, before: Mapping[str, Any]) -> None:
     """Print how the data differ from the run's. ``before``: the facts of the run's parts, from the checkpoint."""
-    lines, labels, parts = [*job.data.remarks, *job.frontend.task.remarks], job.data.sample.labels, job.data.parts
+    lines, parts = [*job.data.remarks, *job.frontend.task.remarks], job.data.parts
     if same_data and job.split in ("train", "val") and parts.keys() >= {"train", "val"}:
         rows = changed_parts(before, data_facts(parts["train"], parts["val"]))
         if rows:
             change = f"the data changed since the training ({'; '.join(rows)})"
             lines.append(f"{change}: the {job.split} part may hold other samples than it did (--split all takes all)")
-    for name, field in run.labels.items() if run else ():
-        label = labels.get(name) or one_or_all(labels)
-        if field.names is None and isinstance(label, Field) and label.names:
-            listed = listing([f"{one} {k}" for k, one in enumerate(label.names)])
-            lines.append(f"the checkpoint is of an older version and does not name its classes: they are {listed}")
     if not same_data and job.split == "all":
         count = len(job.data.parts["all"])
         lines.append(f"the data are not those of the run: all {count:,} samples are taken (--split takes a part)")

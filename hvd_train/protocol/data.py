@@ -19,9 +19,9 @@ class Field:
     ``std``: a number each, or as many as the last axis has. Then numbers take the type of the weights, whole ones
     int64.
     ``classes``: of a label that is one of 0, 1, ..., how many there are; ``masked``: some of them are ``ignore_index``.
-    ``image``: the axes are (height, width, channels); None becomes what earlier versions took, three axes of numbers.
+    ``image``: the axes are (height, width, channels); None becomes True for three axes of numbers.
     ``names``: the names of these classes in the order of their numbers, () where they have none. ``columns``: the names
-    of the entries of the last axis, where they are columns of a table. None: an older checkpoint does not have them.
+    of the entries of the last axis, where they are columns of a table.
     ``ragged``: batches are cut along the first axis, which the longest of their samples fills; shape[0] is the limit.
     """
 
@@ -39,8 +39,8 @@ class Field:
         if self.image is None:
             object.__setattr__(self, "image", len(self.shape) == 3 and not self.classes)
 
-    names: tuple[str, ...] | None = ()
-    columns: tuple[str, ...] | None = ()
+    names: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
     ragged: bool = False
 
     @property
@@ -86,7 +86,7 @@ class Sample:
         for name, field in self.labels.items():
             its = other.labels[name]
             most = max(field.classes or 0, its.classes or 0) or None
-            names = max(field.names or (), its.names or (), key=len)
+            names = max(field.names, its.names, key=len)
             labels[name] = replace(field, classes=most, masked=field.masked or its.masked, names=names)
         return replace(self, labels=labels)
 

@@ -54,9 +54,7 @@ def begin(sweep: Sweep, resume: bool) -> None:
     """
     path = sweep.folder / PLAN
     trials = [{"values": dict(trial.values), "config": digest(trial.config)} for trial in sweep.trials]
-    content = {"trials": trials, "rungs": sweep.rungs}
-    if sweep.repeats:  # which older sweeps do not have
-        content["repeats"] = list(sweep.repeats)
+    content = {"trials": trials, "rungs": sweep.rungs, "repeats": list(sweep.repeats)}
     try:
         if resume:
             if json.loads(content_of(path)) != json.loads(json.dumps(content)):
@@ -89,7 +87,7 @@ def load(folder: Path) -> Sweep:
         for number, one in enumerate(content["trials"]):
             run_dir = folder / f"trial-{number:03d}"
             trials.append(Trial(number, one["values"], load_config(run_dir / CONFIG, run_dir=str(run_dir))))
-        return Sweep(folder, trials, [Rung(*rung) for rung in content["rungs"]], content.get("repeats", ()))
+        return Sweep(folder, trials, [Rung(*rung) for rung in content["rungs"]], content["repeats"])
     except FileNotFoundError as error:
         raise ConfigError("the folder holds no sweep", where=str(folder), fix="give the --run-dir of one") from error
     except (OSError, ValueError, KeyError, TypeError) as error:

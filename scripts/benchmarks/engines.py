@@ -37,7 +37,7 @@ def ours(
             self.open: list = []  # of steps that have not run
 
         def on_step(self, trainer, info) -> None:
-            self.open += info.sums
+            self.open += info.local_sums
             if not trainer.frontend.queued:
                 for sums in self.open:
                     count(partial(mean, trainer.frontend, sums))

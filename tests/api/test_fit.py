@@ -13,7 +13,6 @@ from hvd_train.checkpoint import store
 from hvd_train.config import load_config
 from hvd_train.config.user_code import user_function
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, DataError
-from hvd_train.jobs.evaluate import evaluate
 from hvd_train.report.tables import side_by_side
 from hvd_train.report.watch import WatchedRun
 
@@ -104,26 +103,6 @@ def test_a_snapshot_that_finds_no_room_in_memory_is_left_out(tmp_path, capfd, mo
     assert len(lines) == 1 and "warning: a snapshot in memory is left out: the checkpoint cannot be written" in lines[0]
     assert lines[0].endswith("training goes on without") and summary.epochs == 2
     assert list((tmp_path / "run" / "checkpoints").iterdir())
-
-
-def test_a_run_of_a_version_that_took_sequences_for_images_goes_on(tmp_path, capfd):
-    """Its manifest says the shape, and nothing of images; its configuration has no data.images."""
-    x = rng.normal(size=(40, 4, 5)).astype(np.float32)
-    np.savez(tmp_path / "own.npz", x=x, y=x[:, 0, :CLASSES].argmax(1))
-    data = {"name": "npz", "path": str(tmp_path / "own.npz")}
-    settings = config(tmp_path / "run", model={"name": "mlp", "hidden": [5]})
-    hvd_train.fit(settings | {"max_epochs": 1, "data": data | {"images": True}})
-    for file in (tmp_path / "run" / "checkpoints").glob("*/manifest.json"):
-        old = json.loads(file.read_text())
-        field = old["meta"]["sample"]["inputs"]["input"]
-        assert field.pop("image") and field["shape"] == [4, 5, 1]
-        del old["meta"]["config"]["data"]["images"], old["sha256"]
-        file.write_text(json.dumps(old | {"format": 1}))
-    summary = hvd_train.fit(settings | {"data": data}, resume="auto")
-    assert summary.epochs == 2
-    assert "note: samples of (4, 5) are images, as when the run began (data.images: true)" in capfd.readouterr().err
-    evaluate(load_config(base=settings | {"data": data}), "last", "val", False)
-    assert "are images, as when the run was trained" in capfd.readouterr().err
 
 
 def normed(framework):

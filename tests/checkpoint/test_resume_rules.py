@@ -30,16 +30,16 @@ BEGUN = Progress(
 )  # fmt: skip
 
 
-def resumed(samples=100, **changes) -> tuple[dict, list[str]]:
+def resumed(**changes) -> tuple[dict, list[str]]:
     """(what of the progress is another one, the lines)."""
-    r = Resumption(copy.deepcopy(BEGUN), FACTS, replace(FACTS, **changes), samples, sums=2, loss_scale=65536.0)
+    r = Resumption(copy.deepcopy(BEGUN), FACTS, replace(FACTS, **changes), sums=2, loss_scale=65536.0)
     notes = carry_over(r)
     return {name: x for name, x in vars(r.progress).items() if x != getattr(BEGUN, name)}, notes
 
 
 def test_an_epoch_whose_steps_are_done_is_not_begun_anew_for_another_order():
     done = replace(BEGUN, ending=True)
-    carry_over(Resumption(done, FACTS, replace(FACTS, order="seed 1"), 100, sums=2, loss_scale=8.0))
+    carry_over(Resumption(done, FACTS, replace(FACTS, order="seed 1"), sums=2, loss_scale=8.0))
     assert done == replace(BEGUN, ending=True)
     keys = ([], [], ["seed=1"], ["data.sampling=balanced"], ["data.lengths.block=64"], ["data.lengths.block=128"])
     orders = [RunFacts.of(load_config(None, each), "pytorch", "none", DATA, 2).order for each in keys]
@@ -50,12 +50,12 @@ def test_another_network_is_a_new_run():
     """``--allow-change`` alone ends at a table of shapes."""
     before, now = (load_config(None, ["model.name=mlp", f"model.hidden=[{width}]"]) for width in (16, 8))
     with pytest.raises(ConfigError, match=r"give --allow-change model.hidden; for another network begin a new run"):
-        check_config(before, now, now, [])
-    check_config(before, now, now, ["model.hidden"])
+        check_config(before, now, [])
+    check_config(before, now, ["model.hidden"])
     with pytest.raises(CheckpointError, match=r"in the model\n  undo the change, or begin a new run with --run-dir"):
         check_tree({"weights/w": np.zeros(8)}, {"weights/w": np.zeros(16)})
     with pytest.raises(ConfigError, match=r"give --allow-change seed$"):
-        check_config(before, load_config(None, ["model.name=mlp", "model.hidden=[16]", "seed=1"]), now, [])
+        check_config(before, load_config(None, ["model.name=mlp", "model.hidden=[16]", "seed=1"]), [])
 
 
 def test_nothing_follows_where_nothing_changed():
@@ -75,7 +75,6 @@ FORGOTTEN = {"best": None, "waited": 0, "stopped": False}
         ({"patience": 5}, {"stopped": False}, "patience 3 -> 5, of which 3 are used"),
         ({"patience": 2}, {}, ""),
         ({"data": DATA | {"train": {"samples": 90, "fingerprint": "c"}}}, ANEW, "others: epoch 3 begins anew"),
-        ({"samples": 29}, ANEW, "others: epoch 3 begins anew"),
         ({"order": "seed 1"}, ANEW, "the order of samples is another one: epoch 3 begins anew"),
         ({"task": FACTS.task | {"metrics": ["top5"]}}, {"epoch_sums": [], "pending": []}, ""),
         ({"task": FACTS.task | {"loss": "mse"}}, {"epoch_sums": [], "pending": []} | FORGOTTEN, "the loss is another"),
@@ -97,7 +96,7 @@ def test_a_plateau_compares_values_of_the_same_data(monitor, part, forgotten):
     before = replace(FACTS, plateau=plateau, early_stopping="none", best="none")
     now = replace(before, data=DATA | {part: {"samples": 20, "fingerprint": "c"}})
     progress = Progress(step=10, epoch=2, rate_factor=0.5, plateau_best=0.3, plateau_waited=1, stopped=True)
-    notes = carry_over(Resumption(progress, before, now, 100, sums=2, loss_scale=1.0))
+    notes = carry_over(Resumption(progress, before, now, sums=2, loss_scale=1.0))
     kept = (progress.plateau_best, progress.plateau_waited) == (0.3, 1)
     assert kept != forgotten and ("what was best before" in "".join(notes)) == forgotten
     assert progress.rate_factor == 0.5 and progress.stopped, "it did not end by early stopping"
@@ -129,29 +128,9 @@ def test_values_of_the_same_alone_are_compared(before, now, monitor, why):
         assert found.startswith(why) and bool(found) == bool(why)
     rules = {"early_stopping": f"min of {monitor}", "plateau": f"min of {monitor}", "best": monitor}
     p = Progress(step=10, epoch=2, best=0.5, waited=1, plateau_best=0.5, plateau_waited=1)
-    notes = carry_over(Resumption(p, replace(first, **rules), replace(second, **rules), 100, sums=2, loss_scale=1.0))
+    notes = carry_over(Resumption(p, replace(first, **rules), replace(second, **rules), sums=2, loss_scale=1.0))
     assert (p.best, p.plateau_best) == ((None, None) if why else (0.5, 0.5))
     assert len(notes) == bool(why) and all("early stopping, optim.plateau, checkpoint.save_top_k" in x for x in notes)
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "line"),
-    [
-        ({"compression": "int8"}, {"compression": "int8"}, "exchange.compression: int8 now rounds the sum over ranks"),
-        ({"compression": "bf16"}, {"compression": "bf16"}, "exchange.compression: bf16 now rounds the sum over ranks"),
-        ({"compression": "int8", "two_phase": True}, {"compression": "int8"}, ""),
-        ({"compression": "int8"}, {"compression": "int8", "ranks": 1}, ""),
-        ({"compression": "int8"}, {"compression": "topk"}, ""),
-        ({"compression": "topk"}, {"compression": "topk"}, ""),
-        ({"compression": None}, {"compression": "int8"}, ""),
-    ],
-)
-def test_a_line_tells_that_sums_are_rounded_from_now_on(before, now, line):
-    facts = replace(FACTS, **{"two_phase": False} | before), replace(FACTS, **now)
-    r = Resumption(copy.deepcopy(BEGUN), *facts, 100, sums=2, loss_scale=65536.0)
-    assert "".join(carry_over(r)).startswith(line) and len(carry_over(r)) == bool(line) and r.progress == BEGUN
-    if facts[0].ranks == facts[1].ranks and before["compression"] == now["compression"]:
-        assert why_left_behind(*facts, same_shapes=True) == "", "the residuals go on"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +144,7 @@ def test_a_line_tells_that_sums_are_rounded_from_now_on(before, now, line):
 def test_a_line_tells_of_another_global_batch(key, ranks, line):
     """It was halved on half of the ranks, at the same learning rate, without a word."""
     before, now = (RunFacts.of(load_config(None, [key]), "pytorch", "none", DATA, n) for n in (2, ranks))
-    r = Resumption(copy.deepcopy(BEGUN), before, now, 100, sums=2, loss_scale=1.0)
+    r = Resumption(copy.deepcopy(BEGUN), before, now, sums=2, loss_scale=1.0)
     notes = [note for note in carry_over(r) if "global batch" in note]
     assert len(notes) == bool(line) and "".join(notes).startswith(line)
     larger = replace(before, global_batch=128)  # --allow-change batch_size
@@ -174,7 +153,6 @@ def test_a_line_tells_of_another_global_batch(key, ranks, line):
 
 def test_state_of_a_rank_stays_with_what_made_it():
     assert why_left_behind(FACTS, FACTS, same_shapes=True) == ""
-    assert why_left_behind(replace(FACTS, compression=None), FACTS, same_shapes=True) == "", "an older checkpoint"
     assert why_left_behind(FACTS, FACTS, same_shapes=False) == "their shapes are others"
     other = replace(FACTS, ranks=1, mode="partial")
     assert why_left_behind(FACTS, other, same_shapes=False) == f"ranks 2 -> 1, mode {FACTS.mode} -> partial"

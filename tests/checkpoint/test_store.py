@@ -41,19 +41,22 @@ FILES = ["manifest.json", "optimizer.safetensors", "weights.safetensors"]
 
 
 def snapshot(step=3, local=(), **metrics):
-    return Snapshot(step, 1, 32, *PARTS, list(local), {"monitor": metrics, "progress": {"step": step}})
+    return Snapshot(step, 1, 32, *PARTS, list(local), facts(step, metrics))
 
 
-def full_snapshot():
-    """With all that a training notes."""
+def facts(step=3, monitor=None, **config):
     part = {"samples": 53, "fingerprint": "0123456789abcdef"}
-    meta = {
-        "framework": "pytorch", "world_size": 2, "config": Config().model_dump(mode="json"), "compression": "topk",
+    return {
+        "framework": "pytorch", "world_size": 2, "compression": "topk", "axes": "channels first",
+        "config": Config.model_validate(config).model_dump(mode="json"),
         "sample": asdict(Sample({"input": Field((5,), "float32")}, {"label": Field((), "int64", classes=3)})),
-        "progress": asdict(Progress(step=3, epoch=1, consumed=32)),
-        "monitor": {"val_loss": 0.5}, "data": {"train": part, "val": part},
+        "progress": asdict(Progress(step=step, epoch=1, consumed=32)),
+        "monitor": monitor or {}, "data": {"train": part, "val": part},
     }  # fmt: skip
-    return Snapshot(3, 1, 32, *PARTS, [{"0/0": np.ones(3)}, {"0/0": np.zeros(3)}], meta)
+
+
+def snapshot_of_two():
+    return snapshot(3, [{"0/0": np.ones(3)}, {"0/0": np.zeros(3)}], val_loss=0.5)
 
 
 def names(folder):
@@ -88,7 +91,7 @@ def test_what_is_saved_is_loaded(tmp_path, local):
     assert names(path) == sorted(FILES + [f"rank-{r}.safetensors" for r, part in enumerate(local) if part])
     found = store.load(path)
     assert (found.step, found.epoch, found.consumed) == (3, 1, 32)
-    assert found.meta == {"monitor": {"val_loss": 0.5}, "progress": {"step": 3}}
+    assert found.meta == json.loads(json.dumps(facts(monitor={"val_loss": 0.5})))
     assert found.tree.keys() == TREE.keys()
     for key, array in TREE.items():
         assert found.tree[key].dtype == array.dtype and (found.tree[key] == array).all()
@@ -202,7 +205,7 @@ def one_line(error, path):
 def test_no_manifest_gives_more_than_one_clear_line(tmp_path):
     """F44: mutations of a whole manifest, seeded, four of five of its fields and the others of its bytes: it loads as
     it should, or is one line, with little memory."""
-    rng, path = np.random.default_rng(0), store.save(tmp_path / "checkpoints", full_snapshot())
+    rng, path = np.random.default_rng(0), store.save(tmp_path / "checkpoints", snapshot_of_two())
     text = (path / "manifest.json").read_bytes()
     refused, tracked = 0, 0
     tracemalloc.start()
@@ -232,7 +235,7 @@ def test_no_manifest_gives_more_than_one_clear_line(tmp_path):
 
 def test_no_file_of_tensors_gives_more_than_one_clear_line(tmp_path):
     """F44: their bytes changed, most often in the header, with the right hash in the manifest."""
-    rng, path = np.random.default_rng(1), store.save(tmp_path / "checkpoints", full_snapshot())
+    rng, path = np.random.default_rng(1), store.save(tmp_path / "checkpoints", snapshot_of_two())
     manifest, refused = json.loads((path / "manifest.json").read_text()), 0
     files = {name: (path / name).read_bytes() for name in manifest["files"]}
     tracemalloc.start()
@@ -276,7 +279,7 @@ def test_no_file_of_tensors_gives_more_than_one_clear_line(tmp_path):
     ids=str,
 )
 def test_a_field_that_cannot_be_is_named(tmp_path, change, words):
-    path = store.save(tmp_path, full_snapshot())
+    path = store.save(tmp_path, snapshot_of_two())
     manifest = json.loads((path / "manifest.json").read_text()) | change
     (path / "manifest.json").write_bytes(encode(manifest))
     with pytest.raises(CheckpointError) as caught:
@@ -286,7 +289,7 @@ def test_a_field_that_cannot_be_is_named(tmp_path, change, words):
 
 def test_no_flipped_bit_of_a_manifest_goes_unseen(tmp_path):
     """F20: every bit, one at a time: it is told, or the manifest means the same (the case of "\\u00e9", of 1e-05)."""
-    path = store.save(tmp_path, full_snapshot())
+    path = store.save(tmp_path, snapshot_of_two())
     file, seen = path / "manifest.json", 0
     text = file.read_bytes()
     saved = json.loads(text)
@@ -309,34 +312,10 @@ def test_no_flipped_bit_of_a_manifest_goes_unseen(tmp_path):
     assert seen > 0.99 * 8 * len(text)
 
 
-def older(path):
-    """The manifest of a checkpoint as older versions wrote it: format 1, without a digest."""
-    manifest = json.loads((path / "manifest.json").read_text()) | {"format": 1}
-    del manifest["sha256"]
-    return manifest
-
-
-def test_an_older_manifest_is_read_and_what_it_says_twice_is_compared(tmp_path):
-    path = store.save(tmp_path, full_snapshot())
-    manifest, told = older(path), []
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    assert store.newest(tmp_path, told.append).progress.consumed == 32 and told == []
-    for change, words in [
-        ({"consumed": 33}, "progress.consumed: 32 and 33"),
-        ({"epoch": 0}, "progress.epoch: 1 and 0"),
-        ({"meta": manifest["meta"] | {"framework": "tensorflow"}}, 'framework: "tensorflow" and "pytorch"'),
-        ({"meta": manifest["meta"] | {"world_size": 3}}, "world_size: 3 and 2"),
-    ]:
-        (path / "manifest.json").write_text(json.dumps(manifest | change))
-        with pytest.raises(CheckpointError) as caught:
-            store.load(path)
-        assert f"({words}, which must be equal); {path}" in str(caught.value)
-
-
 def test_a_key_that_stands_twice_is_refused(tmp_path):
     """Readers of JSON differ in which of two they take."""
-    path = store.save(tmp_path, full_snapshot())
-    text = json.dumps(older(path))
+    path = store.save(tmp_path, snapshot_of_two())
+    text = (path / "manifest.json").read_text()
     for key in ("consumed", "monitor"):
         doubled = text.replace(f'"{key}":', f'"{key}": 5, "{key}":', 1)
         (path / "manifest.json").write_text(doubled)
@@ -347,7 +326,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["optimizer", "rank-1"])
 def test_a_file_that_the_manifest_does_not_name_is_missed(tmp_path, name):
     """Slots and residuals would begin anew without a word."""
-    path = store.save(tmp_path, full_snapshot())
+    path = store.save(tmp_path, snapshot_of_two())
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["files"][f"{name}.safetensors"]
     (path / "manifest.json").write_bytes(encode(manifest))
@@ -558,15 +537,15 @@ def test_without_a_monitored_value_a_checkpoint_is_not_best(tmp_path):
 
 def test_a_value_of_other_data_is_not_best(tmp_path):
     """A run that went on with harder data: what was easy before is no better, and would stay the best for ever."""
-    meta = full_snapshot().meta
+    meta = facts()
     others = meta | {"data": {**meta["data"], "val": {"samples": 53, "fingerprint": "others"}}}
     of_loss = copy.deepcopy(others)
     of_loss["config"]["task"]["loss"] = "mse"
     rows = [(1, meta, 0.1), (2, others, 0.5), (3, others, 0.4), (4, others, 0.6)]
-    for step, facts, loss in rows:
+    for step, of_run, loss in rows:
         progress = asdict(Progress(step=step, epoch=1, consumed=32))
-        facts = facts | {"monitor": {"val_loss": loss, "train_loss": loss}, "progress": progress}
-        store.save(tmp_path, Snapshot(step, 1, 32, *PARTS, [], facts))
+        of_run = of_run | {"monitor": {"val_loss": loss, "train_loss": loss}, "progress": progress}
+        store.save(tmp_path, Snapshot(step, 1, 32, *PARTS, [], of_run))
     assert store.resolve(tmp_path.parent, str(tmp_path)).name == "step-00000004"
     assert [step for _, step, _ in store._ranked(tmp_path, "val_loss", "min")] == [3, 2, 4]
     assert [step for _, step, _ in store._ranked(tmp_path, "train_loss", "min")] == [1, 3, 2, 4]
@@ -608,9 +587,7 @@ def test_code_is_trusted_where_folder_and_code_are_the_callers_alone(tmp_path, m
 
     def named(name="mine.parts:network"):
         shutil.rmtree(folder, ignore_errors=True)
-        config = Config.model_validate({"model": {"name": name}}).model_dump(mode="json")
-        meta = {"monitor": {}, "progress": {"step": 1}, "config": config}
-        store.save(folder / "checkpoints", Snapshot(1, 1, 32, *PARTS, [], meta))
+        store.save(folder / "checkpoints", Snapshot(1, 1, 32, *PARTS, [], facts(model={"name": name})))
         return trained_config(None, [], str(folder), "last")[1]
 
     assert named() == {} and named("parts:network") == {"model.name": "parts:network"}, "there is no such module"
@@ -634,12 +611,10 @@ def test_code_is_trusted_where_folder_and_code_are_the_callers_alone(tmp_path, m
     assert trained_config(None, [], str(folder), "last")[1], "a link may lead to another's"
 
 
-def test_the_best_of_an_older_run_is_by_its_own_mode_and_that_is_told(tmp_path, capsys):
-    """Once `min` was every metric's default, so an old run of val_accuracy kept its smallest."""
+def test_the_best_of_a_run_is_by_its_own_mode_and_that_is_told(tmp_path, capsys):
+    rule = {"monitor": "val_accuracy", "mode": "min"}
     for step, accuracy in ((1, 0.8), (2, 0.9)):
-        saved = Config.model_validate({"checkpoint": {"monitor": "val_accuracy", "mode": "min"}})
-        meta = {"monitor": {"val_accuracy": accuracy}, "progress": {"step": step}}
-        meta["config"] = saved.model_dump(mode="json")
+        meta = facts(step, {"val_accuracy": accuracy}, checkpoint=rule)
         store.save(tmp_path / "checkpoints", Snapshot(step, 1, 32, *PARTS, [], meta))
     for sets, step, lines in (([], 1, 1), (["checkpoint.mode=auto"], 2, 0), (["checkpoint.mode=max"], 2, 0)):
         config, _ = trained_config(None, sets, str(tmp_path), "best")
@@ -667,5 +642,5 @@ def test_a_resume_from_the_best_goes_by_the_rule(tmp_path, monkeypatch):
         config = Config.model_validate({"run_dir": str(tmp_path), "checkpoint": rule})
         monkeypatch.setattr(Snapshot, "config", lambda _, config=config: config)
         data = SimpleNamespace(sample=Sample({}, {}), vocabulary="")
-        found = resume.find_checkpoint(config, config, data, "best", ["data"])
+        found = resume.find_checkpoint(config, data, "best", ["data"])
         assert found.step == step

@@ -344,7 +344,6 @@ def test_nothing_that_a_run_folder_names_is_imported(made, tmp_path, key):
         del manifest["meta"]["config"]["model"]["hidden"]
     else:
         manifest["meta"]["config"]["data"]["path"] = None  # which a function does not read
-    del manifest["meta"]["sample"]
     (step / "manifest.json").write_bytes(encode(manifest))
     where = ["--run-dir", tmp_path / "run"]
     own = ["--set", f"{key}.name=evil:{key}"]

@@ -599,29 +599,6 @@ def test_residuals_that_lie_in_another_order_are_left_behind(tmp_path, monkeypat
     assert run_ranks(size, lambda c: work(c, "channels last")) == [([line], 0)] * size
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_residuals_of_an_earlier_version_go_on_in_two_phases(tmp_path, monkeypatch, size):
-    """int8 has the same residuals in both; one line tells that sums are rounded as well."""
-    keys, save, outcomes = {"exchange": {"compression": "int8"}}, store.save, []
-
-    def work(communicator):
-        compressor = make("int8", size, communicator.rank)
-        made = trainer(communicator, config(**keys, max_steps=5), tmp_path, compressor=compressor)
-        made.compression = "int8"
-        found = store.newest(made.folder, pytest.fail) if outcomes and communicator.rank == 0 else None
-        notes = made.restore(found) if outcomes else made.fit() and None
-        return notes, local_state(made)["0/0"].tobytes()
-
-    def as_before(folder, snapshot, *more):
-        del snapshot.meta["two_phase"]
-        save(folder, snapshot, *more)
-
-    monkeypatch.setattr(store, "save", as_before)
-    outcomes.append(run_ranks(size, work))
-    notes = ["exchange.compression: int8 now rounds the sum over ranks as well; its residuals take up the rest"]
-    assert run_ranks(size, work) == [(notes if size > 1 else [], kept) for _, kept in outcomes[0]]
-
-
 # ---- limits and cadence
 
 
@@ -902,14 +879,12 @@ def test_hooks_see_all_that_happens_in_order(tmp_path, size):
 
 
 def test_a_step_tells_what_was_made_and_what_follows(tmp_path):
-    """By the names of today and of earlier versions; the end of a step and of an epoch comes after all hooks."""
+    """The end of a step and of an epoch comes after all hooks."""
     events = []
 
     class First(Hook):
         def on_step(self, trainer, info):
             events.append(("step", info.log_due, info.check_due))
-            old = (info.rate, info.sums, info.told, info.compared)
-            assert old == (info.learning_rate, info.local_sums, info.log_due, info.check_due)
             assert info.local_counts is None and info.due.last == (trainer.progress.step % 7 == 0)
 
         def on_step_end(self, trainer, info):

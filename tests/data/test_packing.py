@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,6 @@ from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import catalog, packing
 from hvd_train.data.dataset import DataRequest
 from hvd_train.data.formats import read_digits
-from hvd_train.data.manifest import MANIFEST
 from hvd_train.data.manifest import summary as manifest_summary
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.launch.start import environment
@@ -113,15 +111,10 @@ def test_a_test_part_and_what_is_skipped_are_packed(tmp_path):
     packing.check(tmp_path / "packed", packing.Alone())
 
 
-def test_older_packed_data_and_declared_images(tmp_path):
-    """Manifests of earlier versions say nothing of images: three axes are one."""
+def test_packed_data_and_declared_images(tmp_path):
     np.savez(tmp_path / "own.npz", x=np.ones((20, 4, 5), np.float32), y=np.arange(20) % 2)
     config = DataConfig(name="npz", path=str(tmp_path / "own.npz"), images=True)
     catalog.pack(config, TaskConfig(), tmp_path / "packed", packing.Alone())
-    manifest = tmp_path / "packed" / MANIFEST
-    older = re.sub(r',\s*"image": (true|false)', "", manifest.read_text())
-    assert older != manifest.read_text() and '"image"' not in older
-    manifest.write_text(older)
     again = DataConfig(name="packed", path=str(tmp_path / "packed"))
     same(catalog.open_data(config).train, catalog.open_data(again).train)
     catalog.pack(config.model_copy(update={"images": None}), TaskConfig(), tmp_path / "plain", packing.Alone())

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import DataConfig, TaskConfig, load_config
 from hvd_train.data.catalog import open_data, pack
 from hvd_train.data.dataset import DataRequest
@@ -221,21 +220,6 @@ def test_named_inputs_and_types_are_those_of_the_run():
         given({"a": X, "c": X})
     with pytest.raises(DataError, match="inputs 'a' are int64, whole numbers, and the run was trained with float32"):
         given({"a": X.astype(np.int64), "b": X[:, :1]})
-
-
-def test_older_checkpoints_tell_no_names(tmp_path):
-    """Data are read as they stand, and it is said."""
-    path = table(tmp_path / "a.csv", ("c", "a", "b"), y=WORDS[Y])
-    fields = {"shape": [3], "dtype": "float32", "divisor": 1.0, "classes": None, "masked": False}
-    label = {"shape": [], "dtype": "int64", "divisor": 1.0, "classes": 3, "masked": False}
-    run = sample_of({"sample": {"inputs": {"input": fields}, "labels": {"label": label}}})
-    x, y, data = for_run(config("table", path, labels="y"), run)
-    assert (x == X[:, [2, 0, 1]]).all() and y.tolist() == Y.tolist()
-    assert "older version and does not name its columns" in data.remarks[0] and "c, a, b" in data.remarks[0]
-    few = table(tmp_path / "b.csv", rows=Y > 0, y=WORDS[Y[Y > 0]])
-    assert "the run has 3 classes whose names it does not know" in fault(config("table", few, labels="y"), run)
-    cured = config("table", few, labels="y", classes=list(WORDS))
-    assert for_run(cured, run)[1].tolist() == Y[Y > 0].tolist()
 
 
 MIXED = np.array(["1", "2", "none"])

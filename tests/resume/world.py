@@ -1,7 +1,6 @@
 """A rank that trains, resumes and evaluates the runs which FOLDER/work.json lists; results go to FOLDER/results.
 
-``python world.py FRAMEWORK FOLDER``. The code of an older commit runs this file, too: what it imports of hvd_train is
-what users import, and the command line.
+``python world.py FRAMEWORK FOLDER``. It uses what users import, and the command line.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ import faulthandler
 import io
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from old_runs import measure, measures  # noqa: E402
+from runs import measure, measures  # noqa: E402
 
 SECONDS = 300  # for the work; then it has hung
-SAMPLES, BATCH, EPOCHS = 240, 24, 2  # of the scripts; the old ones stop after EPOCHS, and are resumed for as many
+SAMPLES, BATCH, EPOCHS = 240, 24, 2  # of the scripts; the first ones stop after EPOCHS, and are resumed for as many
 
 
 def fit(case, out):
@@ -98,7 +98,14 @@ def keras_script(case, out):
     return {"loss": loss, "tensors": weights}
 
 
-KINDS = {work.__name__: work for work in (fit, evaluate, torch_script, keras_script)}
+def copy(case, out):
+    """Keep the interrupted runs for another number of ranks."""
+    if int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == 0:
+        shutil.copytree(case["folder"], case["to"])
+    return {}
+
+
+KINDS = {work.__name__: work for work in (fit, evaluate, torch_script, keras_script, copy)}
 
 
 def main() -> None:

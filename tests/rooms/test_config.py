@@ -263,7 +263,7 @@ def test_what_a_resumed_run_may_change():
 
 
 def test_an_empty_section_of_options_is_no_change():
-    """An earlier configuration without it, or with an entry that is gone."""
+    """Of the run that goes on, or of the one that began."""
     rows = changed(load_config(None, ["data.options={n: 3}"]), load_config())
     assert rows == [("data.options.n", 3, None)]
     assert changed(load_config(), load_config(None, ["data.options={n: 3}"])) == [("data.options.n", None, 3)]
@@ -304,23 +304,6 @@ def test_example_files_are_valid():
     for file in files:
         load_config(file)
         assert yaml.safe_load(file.read_text())
-
-
-def test_a_key_of_old_is_taken_with_a_line(tmp_path):
-    """From a file, from --set and from a checkpoint's manifest, which tells nothing."""
-    file, setting = tmp_path / "old.yaml", "exchange.truth_every_n_steps=7"
-    file.write_text("exchange:\n  compression: topk\n  truth_every_n_steps: 7\n")
-    now = load_config(None, ["exchange={compression: topk, compression_error_every_n_steps: 7}"])
-    told = "exchange.truth_every_n_steps is called exchange.compression_error_every_n_steps now"
-    for config, place in (
-        (load_config(file), f"{file}:3"),
-        (load_config(None, ["exchange={compression: topk}", setting]), f"--set {setting}"),
-    ):
-        assert config.exchange == now.exchange and config.notes == [f"{place}: {told}"]
-    saved = Config.model_validate({"exchange": {"compression": "topk", "truth_every_n_steps": 7}})
-    assert saved.exchange == now.exchange and not now.notes
-    with pytest.raises(ConfigError, match="unknown key"):
-        load_config(None, ["exchange={truth_every_n_steps: 1, compression_error_every_n_steps: 1}"])
 
 
 @pytest.mark.parametrize(

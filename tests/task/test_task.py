@@ -706,7 +706,6 @@ def test_a_metric_of_the_users_must_say_which_value_is_better(section):
 
 
 def test_a_mode_that_contradicts_the_metric_is_taken_and_told():
-    """As the configurations of older run folders hold it."""
     config = Config.model_validate({"checkpoint": {"monitor": "val_accuracy", "mode": "min"}})
     (note,) = config.notes
     assert config.mode_of(config.checkpoint) == "min"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import Field, model_validator
 
 from hvd_train.compression.table import COMPRESSORS
 from hvd_train.config.keys.section import Count, Finite, OneOf, Positive, Section, misplaced, raise_problems
 from hvd_train.config.modes import ALLREDUCE, MODES, ModeSpec
-
-# Former name of a key -> its name now. Configurations and checkpoints with the former name are still read.
-FORMER = {"truth_every_n_steps": "compression_error_every_n_steps"}
 
 _CANDIDATES = [name for name, one in COMPRESSORS.items() if one.auto]
 
@@ -66,9 +63,7 @@ class ExchangeConfig(Section):
         description="exchange during backward; auto: on GPUs, over networks and with spare cores",
     )
     compression_error_every_n_steps: Count = Field(
-        0,
-        validation_alias=AliasChoices("compression_error_every_n_steps", *FORMER),
-        description="steps between two comparisons of the compressed with the exact gradient; 0: never",
+        0, description="steps between two comparisons of the compressed with the exact gradient; 0: never"
     )
 
     @model_validator(mode="after")

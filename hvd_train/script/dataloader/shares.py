@@ -111,17 +111,15 @@ class Passes:
         return self._whole[1] == 2
 
     def state_dict(self) -> dict[str, int]:
-        # ``aside``: passes in other threads, by the name that older files have.
-        draws = rng.state(self.seed, steps())
-        counts = {"epoch": self.epoch, "aside": self._thread_passes, "trained": int(self.trained)}
-        return {"seed": self.seed, **counts, "draws": draws}
+        counts = {"epoch": self.epoch, "thread_passes": self._thread_passes, "trained": int(self.trained)}
+        return {"seed": self.seed, **counts, "draws": rng.state(self.seed, steps())}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take a state, and let this rank's generators go on from there."""
-        self.seed, self._thread_passes = state["seed"], state.get("aside", 0)
+        self.seed, self._thread_passes = state["seed"], state["thread_passes"]
         self.renumber(state["epoch"])
-        self.trained = bool(state.get("trained", 1))
-        rng.resume(state.get("draws", mix(self.seed, self.epoch)), self.rank)
+        self.trained = bool(state["trained"])
+        rng.resume(state["draws"], self.rank)
 
 
 class Share(Passes, data.Sampler):

@@ -1,17 +1,15 @@
-"""The runs that commit 62bf91a left in ``old_runs.tar.xz``: their configurations, and what is looked at.
-
-The code of that commit imports this file, too (see make_old_runs.py): it imports nothing of hvd_train.
-"""
+"""The runs of ``recorded.json``: their configurations, their data, and what is looked at."""
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 FRAMEWORKS = ("pytorch", "tensorflow")
-CUT, END = 5, 12  # steps of the old run, and of the resumed one
+CUT, END = 5, 12  # steps of the run that is interrupted, and of the resumed one
 DIGITS = {
     "model": {"name": "mlp", "hidden": [8]},
     "data": {"name": "digits"},
@@ -58,6 +56,29 @@ def config_of(framework: str, name: str, steps: int = 0) -> dict[str, Any]:
         return EVALUATED[name] | {"framework": framework, "run_dir": f"{framework}/{name}"}
     run = {"framework": framework, "run_dir": f"{framework}/{name}", "max_steps": steps}
     return DIGITS | RESUMED[name] | run
+
+
+def write_data(folder: Path) -> None:
+    from sklearn.datasets import load_digits, load_iris
+
+    iris, digits = load_iris(), load_digits()
+    with open(folder / "iris.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["a", "b", "c", "d", "kind"])
+        writer.writerows(
+            [*row, iris.target_names[k]] for row, k in zip(iris.data.tolist(), iris.target.tolist(), strict=True)
+        )
+    x = np.random.default_rng(0).normal(size=(150, 3)).round(3)
+    y = (x @ [1.0, -0.5, 0.25] + np.sin(x[:, 0])).round(4)
+    with open(folder / "curve.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["x1", "x2", "x3", "y"])
+        writer.writerows([*row, z] for row, z in zip(x.tolist(), y.tolist(), strict=True))
+    images = digits.images.astype(np.uint8)
+    parts = {"train": slice(0, 120), "val": slice(120, 180)}
+    arrays = {f"{part}_x": images[s] for part, s in parts.items()}
+    arrays |= {f"{part}_y": digits.target[s] for part, s in parts.items()}
+    np.savez_compressed(folder / "digits.npz", **arrays)
 
 
 def newest(run_dir: Path) -> Path:

@@ -1,10 +1,9 @@
-"""Runs, checkpoints and saved models of commit 62bf91a go on, and are evaluated, as the code of that commit does it."""
+"""Interrupted runs go on, on as many ranks and on others, with the results that commit 62bf91a had, in 64 bits."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +11,16 @@ import pytest
 
 from hvd_train.launch.start import environment
 from tests.ranks.conftest import world_command
-from tests.resume.old_runs import END, EVALUATED, FRAMEWORKS, RESUMED, config_of
+from tests.resume.runs import CUT, END, EVALUATED, FRAMEWORKS, RESUMED, config_of, write_data
 
 HERE = Path(__file__).parent
 SECONDS = 300  # of a world of some ten short runs
 TOLERANCE = 1e-9  # relative, in float64: another kind of CPU adds in another order
-RESULTS = json.loads((HERE / "old_results.json").read_text())
+RESULTS = json.loads((HERE / "recorded.json").read_text())
 SCRIPTS = {"pytorch": ("torch_script", "ckpt"), "tensorflow": ("keras_script", "keras")}
 WORLDS = [(framework, ranks) for framework in FRAMEWORKS for ranks in (2, 1)]
 # TensorFlow traces each case on each rank.
-LONG = pytest.mark.long("read by the same code in both frameworks; PyTorch runs these in every run")
+LONG = pytest.mark.long("trained by the same code in both frameworks; PyTorch runs these in every run")
 LONG_RUNS = {"tensorflow": ("plain", "partial", "regression", "npz"), "pytorch": ()}
 KEPT_APART = "what each rank kept to itself ({}) is left behind: ranks 2 -> 1"
 
@@ -36,13 +35,21 @@ def cases(names, worlds) -> list:
 
 
 def work_of(framework: str, ranks: int) -> list[dict]:
+    """On two ranks the runs begin and go on there; on one rank they go on as two ranks have left them."""
     kind, suffix = SCRIPTS[framework]
-    script = {"kind": kind, "name": "script", "load": f"{framework}/script.{suffix}"}
-    work = [script | {"save": f"{framework}/again.{suffix}"}]
+    script = {"kind": kind, "name": "script"}
+    work = []
+    if ranks == 2:
+        work.append(script | {"save": f"{framework}/script.{suffix}"})
+        work += [{"kind": "fit", "name": name, "config": config_of(framework, name, CUT)} for name in RESUMED]
+        work.append({"kind": "copy", "name": "copy", "folder": framework, "to": f"one/{framework}"})
+    work.append(script | {"load": f"{framework}/script.{suffix}", "save": f"{framework}/again.{suffix}"})
     for name in RESUMED:
         work.append({"kind": "fit", "name": name, "config": config_of(framework, name, END), "resume": "last"})
     if ranks == 1:
-        work += [{"kind": "evaluate", "name": name, "run_dir": f"{framework}/{name}"} for name in EVALUATED]
+        for name in EVALUATED:
+            work.append({"kind": "fit", "name": name, "config": config_of(framework, name)})
+            work.append({"kind": "evaluate", "name": name, "run_dir": f"{framework}/{name}"})
     return work
 
 
@@ -50,12 +57,18 @@ def work_of(framework: str, ranks: int) -> list[dict]:
 def results(tmp_path_factory, request):
     """Results of a framework on so many ranks, by the name of the run; each world is started once."""
     done: dict[tuple[str, int], dict[str, dict]] = {}
+    folders: dict[str, Path] = {}
 
     def get(framework: str, ranks: int) -> dict[str, dict]:
         if (framework, ranks) not in done:
-            folder = tmp_path_factory.mktemp(f"{framework}-{ranks}")
-            with tarfile.open(HERE / "old_runs.tar.xz") as archive:
-                archive.extractall(folder, filter="data")
+            if framework not in folders:
+                folders[framework] = tmp_path_factory.mktemp(framework)
+                (folders[framework] / framework).mkdir()
+            folder = folders[framework]
+            if ranks == 1:
+                get(framework, 2)
+                folder = folder / "one"
+                write_data(folder)
             skipped = () if request.config.getoption("--long") else LONG_RUNS[framework]
             work = [case for case in work_of(framework, ranks) if case["name"] not in skipped]
             (folder / "work.json").write_text(json.dumps({framework: work}))
@@ -83,7 +96,7 @@ def close_to(value):
 
 
 @pytest.mark.parametrize(("name", "framework", "ranks"), cases(RESUMED, WORLDS))
-def test_an_old_run_goes_on(results, name, framework, ranks):
+def test_an_interrupted_run_goes_on(results, name, framework, ranks):
     result, expected = results(framework, ranks)[name], RESULTS[f"{framework} {name} {ranks}"]
     assert result["steps"] == END
     assert_equal(result, expected)
@@ -92,18 +105,18 @@ def test_an_old_run_goes_on(results, name, framework, ranks):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_run_on_other_ranks_tells_that_residuals_are_dropped(results, framework):
     for ranks, times in ((2, 0), (1, 1)):
-        for name, kept in (("topk", "residuals"), ("local_sgd", "slots")):
+        for name, kept in (("topk", "residuals"), ("local_sgd", "slots, weights")):
             assert results(framework, ranks)[name]["output"].count(KEPT_APART.format(kept)) == times, (ranks, name)
     plain = results(framework, 1).get("plain", {"output": ""})
     assert "kept to itself" not in plain["output"], "nothing was kept"
 
 
 @pytest.mark.parametrize(("name", "framework"), cases(EVALUATED, [(framework,) for framework in FRAMEWORKS]))
-def test_an_old_run_is_evaluated(results, name, framework):
+def test_a_trained_run_is_evaluated(results, name, framework):
     result, expected = results(framework, 1)[name], RESULTS[f"{framework} {name} 1"]
     assert {key: result[key] for key in expected} == {key: close_to(value) for key, value in expected.items()}
 
 
 @pytest.mark.parametrize(("framework", "ranks"), WORLDS)
-def test_a_script_goes_on_from_its_old_checkpoint(results, framework, ranks):
+def test_a_script_goes_on_from_its_checkpoint(results, framework, ranks):
     assert_equal(results(framework, ranks)["script"], RESULTS[f"{framework} script {ranks}"])

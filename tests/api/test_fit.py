@@ -290,7 +290,7 @@ def test_a_start_says_what_a_slip_does(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
-def test_f18_too_little_memory_is_one_line(tmp_path, framework):
+def test_too_little_memory_is_one_line(tmp_path, framework):
     with pytest.raises(CommunicationError, match="out of memory: .*; lower batch_size"):
         hvd_train.fit(config(tmp_path / "run", framework=framework), model=greedy(framework), data=DATA)
 

@@ -129,7 +129,6 @@ def link(path):
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", [Path.unlink, cut, flip, link], ids=["missing", "cut", "flipped", "link"])
 def test_damage_is_named_and_the_one_before_is_used(tmp_path, name, damage):
-    """F19, F20."""
     store.save(tmp_path, snapshot(3))
     path = store.save(tmp_path, snapshot(7))
     damage(path / name)
@@ -156,7 +155,6 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path, name, damage):
     ids=str,
 )
 def test_a_manifest_is_not_trusted(tmp_path, change):
-    """F20, F34."""
     path = store.save(tmp_path, snapshot())
     manifest = json.loads((path / "manifest.json").read_text()) | change
     (path / "manifest.json").write_text(json.dumps(manifest))
@@ -203,7 +201,7 @@ def one_line(error, path):
 
 
 def test_no_manifest_gives_more_than_one_clear_line(tmp_path):
-    """F44: mutations of a whole manifest, seeded, four of five of its fields and the others of its bytes: it loads as
+    """Mutations of a whole manifest, seeded, four of five of its fields and the others of its bytes: it loads as
     it should, or is one line, with little memory."""
     rng, path = np.random.default_rng(0), store.save(tmp_path / "checkpoints", snapshot_of_two())
     text = (path / "manifest.json").read_bytes()
@@ -234,7 +232,7 @@ def test_no_manifest_gives_more_than_one_clear_line(tmp_path):
 
 
 def test_no_file_of_tensors_gives_more_than_one_clear_line(tmp_path):
-    """F44: their bytes changed, most often in the header, with the right hash in the manifest."""
+    """Their bytes changed, most often in the header, with the right hash in the manifest."""
     rng, path = np.random.default_rng(1), store.save(tmp_path / "checkpoints", snapshot_of_two())
     manifest, refused = json.loads((path / "manifest.json").read_text()), 0
     files = {name: (path / name).read_bytes() for name in manifest["files"]}
@@ -288,7 +286,7 @@ def test_a_field_that_cannot_be_is_named(tmp_path, change, words):
 
 
 def test_no_flipped_bit_of_a_manifest_goes_unseen(tmp_path):
-    """F20: every bit, one at a time: it is told, or the manifest means the same (the case of "\\u00e9", of 1e-05)."""
+    """Every bit, one at a time: it is told, or the manifest means the same (the case of "\\u00e9", of 1e-05)."""
     path = store.save(tmp_path, snapshot_of_two())
     file, seen = path / "manifest.json", 0
     text = file.read_bytes()
@@ -346,7 +344,6 @@ def test_foreign_bytes_under_a_valid_hash(tmp_path):
 
 
 def test_all_damaged_is_an_error_and_none_is_none(tmp_path):
-    """F19."""
     warnings = []
     assert store.newest(tmp_path, warnings.append) is None
     assert store.newest(tmp_path / "missing", warnings.append) is None
@@ -361,7 +358,6 @@ def test_all_damaged_is_an_error_and_none_is_none(tmp_path):
 
 
 def test_a_full_disk_leaves_the_old_one_and_says_how_much_is_missing(tmp_path, monkeypatch):
-    """F07."""
     store.save(tmp_path, snapshot(1))
 
     def full(descriptor):
@@ -375,7 +371,6 @@ def test_a_full_disk_leaves_the_old_one_and_says_how_much_is_missing(tmp_path, m
 
 
 def test_one_transient_error_is_survived(tmp_path, monkeypatch):
-    """F08."""
     real, left = os.fsync, [OSError(errno.EIO, "Input/output error")]
 
     def flaky(descriptor):
@@ -468,7 +463,7 @@ for k in range(1, 100):
 
 @pytest.mark.parametrize("step", [1, 2])  # 1: the only checkpoint is saved again
 def test_killed_at_any_moment_a_valid_one_exists(tmp_path, step):
-    """F04: The process ends right before its k-th file-system call, for every k."""
+    """The process ends right before its k-th file-system call, for every k."""
     line = [sys.executable, "-c", KILLED, str(tmp_path), str(step)]
     subprocess.run(line, cwd=Path(__file__).parents[2], timeout=SECONDS, check=True)
     folders = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
@@ -487,7 +482,7 @@ def test_killed_at_any_moment_a_valid_one_exists(tmp_path, step):
 
 
 def test_preflight_proves_the_folder(tmp_path):
-    """F09."""
+    """A folder that cannot be written ends a run at its start, not at its first save."""
     store.preflight(tmp_path / "new" / "checkpoints", 1000)
     assert names(tmp_path / "new" / "checkpoints") == []
     (tmp_path / "file").write_text("")

@@ -72,7 +72,6 @@ def test_models_and_data_are_listed():
 
 
 def test_a_closed_pipe_is_no_error():
-    """F41."""
     line = f"{sys.executable} -m hvd_train config --explain | head -1"
     done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.stderr == ""

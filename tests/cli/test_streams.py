@@ -28,7 +28,7 @@ def shell(line: str, cwd: Path) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("ranks", ["", "-np 2"])
 def test_a_training_outlives_its_reader(tmp_path, ranks):
-    """F11: ``hvd-train fit 2>&1 | head -1``; the run folder has all lines."""
+    """``hvd-train fit 2>&1 | head -1``; the run folder has all lines."""
     sets = "--set tensorboard=false --set max_epochs=3 --run-dir run"
     line = f"$HVD fit {ranks} -c {ROOT}/scripts/configs/tiny.yaml {sets}"
     done = shell(f"set -o pipefail; {line} 2>&1 | head -1", tmp_path)

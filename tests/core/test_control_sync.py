@@ -80,7 +80,6 @@ def rows(folder):
 @pytest.mark.parametrize("phase", ["training", "evaluation", "saving"])
 @pytest.mark.parametrize(("size", "compressor"), [(1, None), (2, Threshold(0.01)), (3, None)])
 def test_interrupted_at_any_moment_and_gone_on_is_the_run(tmp_path, every_turn, size, compressor, phase):
-    """F11."""
     c = config(accumulate_grad_batches=2, log_every_n_steps=5, checkpoint={"every_n_steps": 4, "save_top_k": 2})
     quiet = StopSource()
     quiet.number = 0
@@ -104,7 +103,7 @@ def test_interrupted_at_any_moment_and_gone_on_is_the_run(tmp_path, every_turn, 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_log_that_cannot_be_written_ends_all_ranks_and_the_run_is_saved(tmp_path, every_turn, monkeypatch, size):
-    """F07: at any of its lines. Code 4 on all ranks at one step, and what goes on is the run."""
+    """At any of its lines. Code 4 on all ranks at one step, and what goes on is the run."""
     c = config(checkpoint={"every_n_steps": 100, "every_n_epochs": 0})
     whole = final(size, c, tmp_path / "whole")
     steps = set()

@@ -69,7 +69,7 @@ class Disk:
         self.rmtree(copy)
 
 
-def test_f04_a_power_cut_at_any_moment_leaves_valid_checkpoints_alone(tmp_path, monkeypatch):
+def test_a_power_cut_at_any_moment_leaves_valid_checkpoints_alone(tmp_path, monkeypatch):
     assert Disk(tmp_path, monkeypatch).lost == []
 
 

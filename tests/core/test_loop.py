@@ -199,7 +199,6 @@ def test_one_rank_is_plain_gradient_descent(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_sample_counts_once(tmp_path, size):
-    """F28."""
     log = Recorder()
     c = config(max_epochs=3, log_every_n_steps=2)
     summary = final(size, c, tmp_path, log=log)[0]
@@ -391,7 +390,6 @@ def test_what_is_left_twice_stays_the_best(tmp_path):
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 5)])
 def test_resumed_on_another_world_the_same_samples_follow(tmp_path, before, after):
-    """F21."""
     c = config(checkpoint={"every_n_steps": 3})
     whole = final(before, c, tmp_path / "whole")
     with pytest.raises(Stop):
@@ -486,7 +484,6 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(tmp_path):
-    """F22."""
     final(1, config(), tmp_path)
 
     def work(communicator):
@@ -803,7 +800,6 @@ def test_the_error_of_compression_is_that_of_gradients_as_they_are(tmp_path, mon
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_loss_that_is_not_finite_ends_all_ranks(tmp_path, size):
-    """F25."""
 
     def work(communicator):
         poison = {"poison_at": 4} if communicator.rank == size - 1 else {}
@@ -946,7 +942,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_never_two_at_once(tm
 
 
 @pytest.mark.parametrize("error", [CheckpointError("the disk is full", where="disk"), RuntimeError("a bug")])
-def test_f07_a_write_that_fails_ends_all_ranks(tmp_path, monkeypatch, error):
+def test_a_write_that_fails_ends_all_ranks(tmp_path, monkeypatch, error):
     def fails(folder, snapshot, moved):
         raise error
 
@@ -1079,7 +1075,6 @@ def test_run_folder(tmp_path):
     ],
 )
 def test_weights_that_differ_on_one_rank_end_the_training(tmp_path, keys, found):
-    """F27."""
 
     def work(communicator):
         made = trainer(communicator, config(**keys, log_every_n_steps=50), tmp_path)

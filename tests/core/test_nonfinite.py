@@ -56,7 +56,6 @@ def close(a, b):
 
 
 def test_skip_leaves_the_step_out_on_all_ranks(tmp_path, one_bad_sample):
-    """F24."""
     c = config(on_nonfinite="skip", log_every_n_steps=1)
     log = Recorder()
     summary, tree, _, _ = final(1, c, tmp_path / "1", checks=True, log=log)
@@ -111,7 +110,7 @@ def test_skip_without_an_end_is_an_error(tmp_path, monkeypatch):
 
 
 def test_rollback_goes_on_from_the_last_checkpoint_with_the_samples_that_follow(tmp_path, one_bad_sample):
-    """F24: The same on any number of ranks."""
+    """The same on any number of ranks."""
     c = config(on_nonfinite="rollback", log_every_n_steps=2, checkpoint={"every_n_steps": 2})
     log = Recorder()
     whole = final(1, c, tmp_path / "1", log=log)
@@ -194,7 +193,7 @@ def test_a_signal_before_the_line_that_tells_of_a_loss_goes_back_and_saves(tmp_p
 
 @pytest.mark.parametrize("policy", ["stop", "rollback"])
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, policy):
-    """F24: A step may spoil them although its loss is finite, and be the one that is saved."""
+    """A step may spoil them although its loss is finite, and be the one that is saved."""
 
     def work(communicator):
         made = trainer(
@@ -222,7 +221,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, policy):
 
 
 def test_a_residual_that_is_not_finite_is_never_saved(tmp_path):
-    """F24: fp16 sends the largest number that it knows in the place of an infinite one, and keeps the rest."""
+    """fp16 sends the largest number that it knows in the place of an infinite one, and keeps the rest."""
 
     def work(communicator):
         every_two = config(checkpoint={"every_n_steps": 2})

@@ -27,7 +27,7 @@ def look(monkeypatch):
 
 
 def test_who_waits_least_is_named_and_since_when(look):
-    """F15: of three ranks the others wait 55 and 57 ms in a step of 100, rank 1 waits 5."""
+    """Of three ranks the others wait 55 and 57 ms in a step of 100, rank 1 waits 5."""
     for _ in range(1 + SYNCS):
         assert not look([0.010, 0.012, 0.011])
     news = [look([0.055, 0.005, 0.057]) for _ in range(2 * SYNCS)]

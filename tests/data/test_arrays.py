@@ -150,7 +150,6 @@ def test_named_array_faults(tmp_path, kind, name):
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5, 0.98])
 def test_truncated_files(tmp_path, kind, keep):
-    """F30."""
     path = write(kind, tmp_path, arrays(n=3000))
     file = path / "train_x.npy" if kind == "npy" else path
     content = file.read_bytes()
@@ -161,7 +160,6 @@ def test_truncated_files(tmp_path, kind, keep):
 
 
 def test_nothing_is_unpickled(tmp_path):
-    """F34."""
 
     class Trap:
         def __reduce__(self):
@@ -220,7 +218,6 @@ def test_hdf5_from_several_threads(tmp_path):
 
 @pytest.mark.parametrize("trick", ["soft", "external", "virtual", "raw"])
 def test_hdf5_reads_no_other_file(tmp_path, trick):
-    """F34."""
     h5py = pytest.importorskip("h5py")
     path, other = tmp_path / "data.h5", tmp_path / "other.h5"
     named = arrays()

@@ -43,7 +43,6 @@ def test_unknown_names():
 
 @pytest.mark.parametrize("name", ["idx", "npz", "npy", "hdf5", "imagefolder", "text"])
 def test_missing_paths(tmp_path, name):
-    """F31."""
     assert "needs a path; data.path" in fault(name)
     gone = tmp_path / "gone"
     text = fault(name, gone)

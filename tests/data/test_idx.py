@@ -67,7 +67,6 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_idx_faults(tmp_path, name):
-    """F30."""
     mnist(tmp_path)
     file, damage, words = FAULTS[name]
     path = tmp_path / file

@@ -43,7 +43,6 @@ def test_imagefolder_split_and_jpeg(tmp_path):
 
 
 def test_imagefolder_faults(tmp_path):
-    """F31."""
     assert "no images in CLASS/ folders" in fault("imagefolder", tmp_path)
     pictures(tmp_path / "train")
     pictures(tmp_path / "val", classes=("cat", "cow"))

@@ -62,7 +62,6 @@ def check(batch, one):
 @pytest.mark.parametrize("n", [5, 8, 13, 64, 101])
 @pytest.mark.parametrize("batch", [1, 3, 8, 10, 200])
 def test_every_sample_once_in_the_same_batches_for_every_world(n, batch):
-    """F28."""
     expected = permute(np.arange(n), n, 4, 2)
     for size, accumulate in product([1, 2, 3, 4, 5], [1, 2, 3]):
         found = epoch_of(ranks(n, size, batch, accumulate, seed=4), epoch=2)
@@ -187,7 +186,6 @@ def test_a_billion_samples():
 
 
 def test_fewer_samples_than_ranks():
-    """F28."""
     with pytest.raises(DataError, match="3 samples for 4 ranks"):
         Loader(source(3), global_batch=8, rank=0, size=4)
 

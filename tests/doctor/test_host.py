@@ -12,7 +12,7 @@ from tests.cli.running import run
 
 @pytest.mark.parametrize("package", ["tensorflow", "tensorflow-cpu"])
 def test_doctor_counts_whatever_is_broken(monkeypatch, capsys, package):
-    """F43: TensorFlow's build for GPUs has another name."""
+    """TensorFlow's build for GPUs has another name."""
 
     def version(name):
         if name in (package, "torch"):

@@ -375,7 +375,6 @@ def test_no_hosts_are_one_line(tmp_path, hosts, text, interfaces, says):
 
 
 def test_no_secret_travels_in_a_command_line(monkeypatch):
-    """F37."""
     monkeypatch.setenv("HVD_TRAIN_SECRET", "abc")
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
     monkeypatch.setenv("HF_TOKEN", "abc")

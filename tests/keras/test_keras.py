@@ -142,7 +142,6 @@ def test_ranks_stay_together(results, case, size, launcher, backend):
 
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_a_slow_rank_is_named(results, backend):
-    """F15"""
     printed = [str(rank["own/told"]) for rank in results(2, "mpirun", backend)["slow"]]
     assert re.search(SLOW, printed[0]) and not printed[1], printed
 

@@ -123,7 +123,6 @@ def test_an_unknown_launcher_is_told_in_one_line(program):
 
 
 def test_a_variable_that_is_no_number_is_named():
-    """F33."""
     with pytest.raises(ConfigError, match="'x' is not a number; environment variable HOROVOD_SIZE"):
         world(HOROVOD | {"HOROVOD_SIZE": "x"})
 

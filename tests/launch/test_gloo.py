@@ -59,7 +59,6 @@ def test_ranks_meet_and_strangers_do_not():
     ],
 )
 def test_the_first_code_counts_and_the_others_follow(ranks, code):
-    """F01."""
     began = time.monotonic()
     started = begin(shell(*ranks))
     started.communicate(timeout=SECONDS)

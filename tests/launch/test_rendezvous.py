@@ -116,7 +116,6 @@ def test_who_joins_the_ranks(step, monkeypatch):
 
 
 def test_the_secret_is_made_once_and_for_the_user_alone(step, monkeypatch):
-    """F37."""
     with pytest.raises(FileNotFoundError):
         read_secret()
     with ThreadPoolExecutor(8) as pool:
@@ -149,7 +148,7 @@ def http_status(port: int, method: str, path: str, body: str = "") -> tuple[int,
 
 
 def test_the_server_keeps_what_gloo_asks_for_and_turns_strangers_away(step):
-    """F36: Paths as Horovod's HTTPStore forms them: http://ADDR:PORT/scope/key with ADDR ending in the token."""
+    """Paths as Horovod's HTTPStore forms them: http://ADDR:PORT/scope/key with ADDR ending in the token."""
     opened = open_server(World(0, 3, 0, 2, "srun"))
     assert open_server(World(0, 3, 0, 2, "srun")) is opened
     port, own = opened.server_port, f"/{opened.token}:{opened.server_port}"

@@ -33,7 +33,6 @@ def saved(folder, step):
 
 
 def test_it_starts_again_as_often_as_it_may_and_while_it_comes_on(tmp_path, asked, monkeypatch, capsys):
-    """F42."""
     saved(tmp_path, 10)
     assert requeue(75, 2, tmp_path) == 75 and asked() == ["requeue 7"]
     assert json.loads((tmp_path / "requeued.json").read_text()) == {"job": "7", "step": 10}

@@ -125,7 +125,6 @@ def test_a_rank_that_a_signal_ended_is_code_5(job, name):
 
 
 def test_nothing_of_the_job_is_left(job):
-    """F40."""
     line = ["sleep", f"600.{os.getpid()}"]  # no other test's
     assert job(f"{' '.join(line)} & exit 0") == 0
     stop = time.monotonic() + SECONDS

@@ -36,7 +36,7 @@ def test_each_job_has_a_secret_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("word", ["a\nrm -rf x", "a\rb", "a\x00"])
 def test_no_value_adds_a_line(word):
-    """F35."""
+    """A line of a batch script is run by a shell."""
     for given in ((["python", word], {}, []), (["python"], {"account": word}, []), (["python"], {}, [word])):
         with pytest.raises(ConfigError, match="a character that is not printable; hvd-train submit: "):
             script(*given)

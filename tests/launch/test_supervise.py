@@ -124,7 +124,7 @@ def test_all_is_well(run, tmp_path, capfd):
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_killed_rank_is_named_and_the_others_end(run, size):
-    """F01: Whatever they say of its loss."""
+    """Whatever they say of its loss."""
     plan = ["step:7 after_end lost"] * 2
     plan[size] = "step:7 kill"
     began = time.monotonic()
@@ -151,7 +151,6 @@ def test_a_launcher_that_waits_for_the_others_is_not_waited_for(run):
 
 
 def test_a_rank_that_leaves_early_is_a_failure(run):
-    """F17."""
     with pytest.raises(CommunicationError, match="rank 1 left before the end of the training"):
         run([["step:3 sleep:600", "step:3 exit:0"]])  # for which no launcher ends the others
 
@@ -266,7 +265,6 @@ def test_a_signal_reaches_every_rank_and_their_code_comes_back(watched, tmp_path
 
 
 def test_before_the_first_step_a_signal_ends_all_at_once(watched, tmp_path):
-    """F11."""
     job = watched([["busy", "busy"]])
     wait_for([tmp_path / "busy.0", tmp_path / "busy.1"])
     job.send_signal(signal.SIGTERM)
@@ -275,7 +273,7 @@ def test_before_the_first_step_a_signal_ends_all_at_once(watched, tmp_path):
 
 
 def test_the_second_signal_ends_all_at_once(watched, tmp_path):
-    """F10, F13: Although their main threads are in native code, and would come back after ten minutes."""
+    """Although their main threads are in native code, and would come back after ten minutes."""
     job = watched([["step:1 busy", "step:1 busy"]])
     wait_for([tmp_path / "busy.0", tmp_path / "busy.1"])
     job.send_signal(signal.SIGTERM)
@@ -287,7 +285,6 @@ def test_the_second_signal_ends_all_at_once(watched, tmp_path):
 
 @pytest.mark.parametrize("who", ["watcher", "launcher"])
 def test_whoever_is_killed_no_rank_is_left(watched, tmp_path, who):
-    """F03."""
     plan = ["step:1 busy", "step:1 busy"], ["step:2 done", "step:2 done"]
     job = watched([list(part) for part in plan])
     wait_for([tmp_path / "busy.0", tmp_path / "busy.1"])
@@ -302,12 +299,11 @@ def test_whoever_is_killed_no_rank_is_left(watched, tmp_path, who):
     assert len(starts(tmp_path)) == (1 if who == "watcher" else 2)
 
 
-# ---- ranks that stop without an end (F14)
+# ---- ranks that stop without an end
 
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_stopped_rank_is_named_and_all_are_ended(run, size):
-    """F14."""
     plan = [f"step:7 until_stopped:{size} sleep:600"] * 2
     plan[size] = "step:7 stop"
     began = time.monotonic()
@@ -330,6 +326,6 @@ def test_a_rank_in_an_endless_loop_is_named_with_its_stack_and_all_start_again(r
 
 
 def test_who_goes_on_is_not_stuck(run):
-    """F14: However slowly, and however long it saves."""
+    """However slowly, and however long it saves."""
     slow = " ".join(f"step:{k} sleep:0.7" for k in range(1, 5))
     assert run([[f"{slow} saving:4 sleep:2.6 done"] * 2], watchdog_s=2.5) == 0

@@ -63,7 +63,7 @@ def test_a_rank_that_answers_late_is_waited_for(table, monkeypatch):
 
 @pytest.mark.parametrize("phase", ["training", "saving"])
 def test_who_goes_on_or_saves_is_not_stuck(table, monkeypatch, phase):
-    """F14: However slowly, and however long it saves."""
+    """However slowly, and however long it saves."""
     now = [1000.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     slot, own = StatusSlot(table.path, 0), watchdog.Watchdog(table, 5.0)

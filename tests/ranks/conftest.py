@@ -85,7 +85,7 @@ def worlds(tmp_path_factory, request):
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_in_shared_memory():
-    """F40: of the ranks that were killed here."""
+    """Nothing of the ranks that were killed here stays in memory."""
     yield
     stop = time.monotonic() + SECONDS
     while (left := [path for path in SHARED if Path(path).exists()]) and time.monotonic() < stop:

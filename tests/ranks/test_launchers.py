@@ -74,7 +74,7 @@ class Canary:
     ),
 )
 def test_every_launcher_gives_the_same_weights(tmp_path, expected, framework, launcher):
-    """F35, F36, F38, F41: also where a path holds what shells act on, strangers talk to the ports of the job, two jobs
+    """Also where a path holds what shells act on, strangers talk to the ports of the job, two jobs
     start at once, and without home or locale. And no secret can be read in a command line."""
     run, second = tmp_path / 'it\'s $(touch here) & a\n"rün"', tmp_path / "second"
     strange = {"LC_ALL": "C", "LANG": "tr_TR", "TZ": "Pacific/Chatham", "HOME": None}
@@ -141,7 +141,6 @@ def test_exit_codes_and_one_line(tmp_path, launcher, code):
     "framework", ["pytorch", pytest.param("tensorflow", marks=pytest.mark.long("PyTorch runs this in every run"))]
 )
 def test_a_worker_that_fails_on_one_rank_ends_all(tmp_path, framework):
-    """F16, F31."""
     sets = [f"framework={framework}", "data.workers=2", "data.transforms=['tests.own_models:failing']", "max_epochs=9"]
     code, out, err = Job("mpirun", tmp_path, *settings(tmp_path / "run", *sets)).end()
     (line,) = [line for line in err.splitlines() if "the function failed on sample" in line]
@@ -164,7 +163,7 @@ def test_a_stream_that_ends_sooner_on_one_rank_ends_all(tmp_path, launcher):
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])  # -np gives all ranks one command line
 def test_a_difference_between_ranks_ends_all_with_a_table(tmp_path, launcher):
-    """F26: Each rank reads its own file, as on hosts that hold different versions of it."""
+    """Each rank reads its own file, as on hosts that hold different versions of it."""
     wrapper = tmp_path / "fit.sh"
     wrapper.write_text(
         f'#!/bin/sh\nrank=${{HOROVOD_RANK:-$OMPI_COMM_WORLD_RANK}}\nexec {BIN}/hvd-train fit "$@" --seed $rank\n'
@@ -180,7 +179,6 @@ def test_a_difference_between_ranks_ends_all_with_a_table(tmp_path, launcher):
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_a_run_folder_in_use_is_refused_on_all_ranks(tmp_path, launcher):
-    """F39."""
     with Lock(tmp_path / "run") as held:
         before = held.path.read_bytes()
         code, out, err = Job(launcher, tmp_path, *settings(tmp_path / "run"), "--overwrite").end()
@@ -189,7 +187,7 @@ def test_a_run_folder_in_use_is_refused_on_all_ranks(tmp_path, launcher):
 
 
 def test_a_world_that_horovod_does_not_see_is_refused(tmp_path):
-    """F33: Without the launcher's MPI each process would train alone, and nobody would notice."""
+    """Without the launcher's MPI each process would train alone, and nobody would notice."""
     alone = dict(os.environ) | {
         "OMPI_COMM_WORLD_RANK": "0",
         "OMPI_COMM_WORLD_SIZE": "2",

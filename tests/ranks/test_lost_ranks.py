@@ -41,7 +41,7 @@ from tests.ranks.job import (
     ),
 )
 def test_killed_and_resumed_is_bit_identical(tmp_path, expected, launcher, framework):
-    """F01, F06: SIGKILL on a rank within an epoch, also while rank 0 saves: all end, and the resumed run ends with the
+    """SIGKILL on a rank within an epoch, also while rank 0 saves: all end, and the resumed run ends with the
     bits of one that nobody killed."""
     cut, sets = tmp_path / "cut", [f"framework={framework}", *LONG, OFTEN]
     job = Job(launcher, tmp_path, *settings(cut, *sets), HVD_TRAIN_FAULT="rename:0:13:hang")
@@ -67,7 +67,7 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, expected, launcher, frame
 
 
 def test_resumed_on_another_number_of_ranks_and_in_the_other_framework(tmp_path):
-    """F21, F22, F23: the first half on two ranks in PyTorch, the rest on one in Keras, is the run of one rank."""
+    """The first half on two ranks in PyTorch, the rest on one in Keras, is the run of one rank."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     sets = ["optim.lr=0.01"]
     run = [str(BIN / "hvd-train"), "fit", "-c", str(TINY)]
@@ -82,7 +82,7 @@ def test_resumed_on_another_number_of_ranks_and_in_the_other_framework(tmp_path)
     assert b["val_loss"] == pytest.approx(a["val_loss"], rel=1e-9)
 
 
-# ---- faults on purpose, and ranks that stop (F04, F07, F08, F14)
+# ---- faults on purpose, and ranks that stop
 
 FAULTS = [
     ("-np", "pytorch", "step:1:60:stop", "rank 1 is stopped (SIGSTOP), for more than 4 s; in training, step 60"),
@@ -104,7 +104,6 @@ OTHER = pytest.mark.long("the same watch over other points and ranks: scripts/to
     [*FAULTS, *(pytest.param(*case, marks=OTHER) for case in FAULTS_LONG)],
 )
 def test_a_fault_starts_all_again_to_the_same_bits(tmp_path, expected, monkeypatch, launcher, framework, fault, words):
-    """F02, F04, F08, F14, F17."""
     sets = [f"framework={framework}", *LONG]
     monkeypatch.setenv("HVD_TRAIN_FAULT", fault)
     more = ["--max-restarts", "1", "--set", OFTEN, "--set", "watchdog_s=4"]
@@ -124,7 +123,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("launcher", "framework", "fault", "words"), ALONE)
-def test_f14_ranks_watch_one_another_where_nobody_else_does(tmp_path, monkeypatch, launcher, framework, fault, words):
+def test_ranks_watch_one_another_where_nobody_else_does(tmp_path, monkeypatch, launcher, framework, fault, words):
     monkeypatch.setenv("HVD_TRAIN_FAULT", fault)
     sets = settings(tmp_path / "run", f"framework={framework}", *LONG, "watchdog_s=4")
     code, out, err = Job(launcher, tmp_path, *sets).end()
@@ -211,7 +210,6 @@ def test_spares_take_the_places_of_ranks_to_the_same_bits(tmp_path, expected, mo
 
 
 def test_a_full_disk_ends_with_what_was_saved_before(tmp_path, monkeypatch):
-    """F07."""
     monkeypatch.setenv("HVD_TRAIN_FAULT", "manifest:0:2:enospc")
     code, out, err = Job("-np", tmp_path, *settings(tmp_path / "run", *LONG), "--set", OFTEN).end()
     assert code == 4 and "the checkpoint cannot be written: No space left on device" in err and "Traceback" not in err

@@ -44,7 +44,7 @@ LONG_REASON = "the same signals and the same loop as in the cases that run alway
     [*ASKED, *(pytest.param(*case, marks=pytest.mark.long(LONG_REASON)) for case in ASKED_LONG)],
 )
 def test_a_signal_saves_and_the_run_goes_on_bit_identical(tmp_path, expected, launcher, framework, who, number, code):
-    """F10, F12, F13. All ranks leave at one step, within the seconds that launchers leave them; what goes on, through
+    """All ranks leave at one step, within the seconds that launchers leave them; what goes on, through
     the death of a rank as well, ends with the bits of a run that nobody disturbed."""
     # Saved by itself only with an epoch. It stands until the signal has come.
     cut, sets = tmp_path / "cut", [f"framework={framework}", *LONG]
@@ -96,7 +96,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_identical(tmp_path, expected, la
         ),
     ],
 )
-def test_f12_a_signal_before_there_is_anything_to_save(tmp_path, framework, who, seconds):
+def test_a_signal_before_there_is_anything_to_save(tmp_path, framework, who, seconds):
     """While ranks load their framework, meet, compile; or just after, when they save."""
     job = Job("-np", tmp_path, *settings(tmp_path / "run", f"framework={framework}", "max_epochs=1000"))
     job.wait_for(lambda: len(job.ranks()) == 2)

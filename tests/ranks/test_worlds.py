@@ -196,7 +196,6 @@ def test_communicator_verbs(worlds, framework, launcher, size):
     ],
 )
 def test_a_rank_that_differs_stops_all(worlds, framework, launcher, size, case, kind, words):
-    """F26, F29."""
     told = worlds(framework, launcher, size).json(f"disagree-{case}")
     assert len({t["text"] for t in told}) == 1
     for t in told:
@@ -379,7 +378,6 @@ def test_16_bits_stay_near_and_equal_on_all_ranks(worlds, framework, launcher, s
 
 @pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *FEWER])
 def test_an_overflow_on_one_rank_is_left_out_by_all(worlds, framework, launcher, size):
-    """F25."""
     for result in worlds(framework, launcher, size).json("overflow"):
         assert result == {"steps": [[False, True], [True, False]], "finite": True}
 

@@ -134,7 +134,6 @@ def test_every_key_is_explained():
     ],
 )
 def test_a_mistake_on_the_command_line(setting, words):
-    """F32."""
     (line,) = lines(setting)
     assert line.startswith(f"--set {setting}: ")
     assert all(word in line for word in words), line
@@ -199,7 +198,7 @@ def test_a_key_that_does_not_go_with_others_has_its_place(tmp_path):
     ids=range(13),
 )
 def test_a_file_that_is_no_configuration(tmp_path, text, words):
-    """F32, F35."""
+    """Nor does a tag of YAML run code."""
     path = write(tmp_path, text)
     found = lines(path=path)
     assert str(path) in found[0]
@@ -251,7 +250,6 @@ def test_the_keys_that_a_resumed_run_may_change():
 
 
 def test_what_a_resumed_run_may_change():
-    """F23."""
     old = load_config(None, ["max_epochs=2", "optim.lr=0.1"])
     assert changed(old, load_config(None, ["max_epochs=5", "optim.lr=0.1", "run_dir=x", "threads=3"])) == []
     assert changed(old, load_config(None, ["max_epochs=2", "optim.lr=0.2"])) == [("optim.lr", 0.1, 0.2)]
@@ -320,7 +318,7 @@ def test_example_files_are_valid():
     ids=["digits", "hex", "[", "{", "-", "letters", "values"],
 )
 def test_what_no_configuration_holds_is_refused_at_once(tmp_path, text, words):
-    """F44: in the file and in --set; the time is that of the reading alone."""
+    """In the file and in --set; the time is that of the reading alone."""
     path = tmp_path / "job.yaml"
     path.write_text(text)
     key, _, value = text.partition(":")

@@ -1,4 +1,4 @@
-"""Whatever a configuration holds, it is taken or refused in clear lines (F44), and never anything else.
+"""Whatever a configuration holds, it is taken or refused in clear lines, and never anything else.
 
 ``HVD_TRAIN_FUZZ=100000`` takes as many cases of each kind instead of some hundreds.
 """
@@ -63,7 +63,6 @@ def taken_or_told(folder: Path, path: Path | None = None, sets=(), **more) -> No
 @fuzzed
 @given(st.binary(max_size=200))
 def test_any_bytes(tmp_path_factory, content):
-    """F44."""
     folder = tmp_path_factory.getbasetemp()
     (folder / "job.yaml").write_bytes(content)
     taken_or_told(folder, folder / "job.yaml")

@@ -86,7 +86,6 @@ def test_a_checkpoint_of_another_run_goes_into_no_run(tmp_path):
 
 
 def test_the_second_is_refused_and_told_who_the_first_is(tmp_path):
-    """F39."""
     with Lock(tmp_path / "a" / "run") as held:
         before = (tmp_path / "a" / "run" / "lock").read_bytes()
         with pytest.raises(CheckpointError) as caught, Lock(tmp_path / "a" / "run"):
@@ -100,7 +99,6 @@ def test_the_second_is_refused_and_told_who_the_first_is(tmp_path):
 
 
 def test_a_lock_goes_with_its_process(tmp_path):
-    """F39."""
     dead_lock(tmp_path)
     with Lock(tmp_path):
         assert names(tmp_path) == ["lock"]

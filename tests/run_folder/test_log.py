@@ -173,7 +173,7 @@ def test_lines_after_the_resumed_step_are_dropped(made, tmp_path):
 
 
 def test_a_damaged_line_does_not_keep_a_run_from_going_on(made, tmp_path, capsys):
-    """F19: one bit makes a line that is not UTF-8."""
+    """One bit makes a line that is not UTF-8."""
     log, path = made(), tmp_path / "run" / "metrics.jsonl"
     for step in (2, 4, 6):
         log.train(0, step, {"loss": 1.0, "accuracy": 0.5, "samples": 10}, 0.1, 3.0)
@@ -276,7 +276,6 @@ class Disk:
 
 
 def test_lines_that_a_full_disk_refused_are_written_when_there_is_room(made, tmp_path):
-    """F07."""
     log, disk = made(), Disk(100)
     log._metrics._stream = disk
     for step in (2, 4):
@@ -308,7 +307,7 @@ def test_a_summary_that_cannot_be_written(made, tmp_path):
 
 @pytest.mark.parametrize("at", ["begin", "train"])
 def test_training_goes_on_without_tensorboard(tmp_path, monkeypatch, capsys, at):
-    """F07: on a disk that is full for its events alone."""
+    """On a disk that is full for its events alone."""
     pytest.importorskip("tensorboard")
     log = RunLog(tmp_path / "run", tensorboard=True, total_epochs=2)
 

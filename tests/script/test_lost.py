@@ -100,7 +100,7 @@ def test_weights_that_a_script_has_moved_itself_are_compared_at_its_end():
         pytest.param("torch", "loops", "horovodrun", marks=OTHER),
     ],
 )
-def test_f14_a_rank_that_loops_is_named_with_its_stack(api, kind, launcher):
+def test_a_rank_that_loops_is_named_with_its_stack(api, kind, launcher):
     """In the script itself, in a callback, and in what loads batches, which TensorFlow asks from within a step."""
     run = ended(launcher, api, kind, {"HVD_TRAIN_WATCHDOG_S": str(WATCHDOG)})
     out = run.stdout + run.stderr
@@ -111,7 +111,7 @@ def test_f14_a_rank_that_loops_is_named_with_its_stack(api, kind, launcher):
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun", marks=OTHER)])
-def test_f14_a_rank_that_is_stopped_is_named(launcher):
+def test_a_rank_that_is_stopped_is_named(launcher):
     run = ended(launcher, "torch", "stops", {"HVD_TRAIN_WATCHDOG_S": "3"})
     assert run.returncode == 5, run.stdout[-2000:] + run.stderr[-3000:]
     assert "error[rank 1]: is stopped (SIGSTOP), for more than 3 s\n" in run.stdout + run.stderr

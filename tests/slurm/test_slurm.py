@@ -123,7 +123,7 @@ def test_the_doctor_sees_both_nodes(cluster):
 
 
 def test_two_commands_in_a_step_and_two_steps_at_once(cluster):
-    """F38: The second command of a step meets the server of the first one, or what is left of it, at its port."""
+    """The second command of a step meets the server of the first one, or what is left of it, at its port."""
     line = f"python {HERE / 'meet.py'} && python {HERE / 'meet.py'}"
     both = [
         subprocess.Popen(
@@ -336,7 +336,7 @@ def test_ways_to_train_are_compared_in_an_allocation(cluster, tmp_path):
 @pytest.mark.long("signals of ranks have tests under the other launchers")
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_step_that_fit_starts_is_saved_at_a_signal(cluster, tmp_path, sent, code):
-    """F10, F13: srun itself keeps a first Ctrl-C from the ranks."""
+    """srun itself keeps a first Ctrl-C from the ranks."""
     line = ["salloc", *NODES, "-n", "2", "hvd-train", "fit", "--launcher", "srun", "-np", "2"]
     line += settings(tmp_path / "run", "max_epochs=4000", "checkpoint.every_n_epochs=0")
     started = subprocess.Popen(
@@ -377,7 +377,6 @@ def test_an_error_of_all_ranks_is_one_line(cluster, line, code, error):
 
 
 def test_a_lost_rank_ends_the_others(cluster, tmp_path):
-    """F01."""
     own = settings(tmp_path / "run")
     line = ["srun", *NODES, "-n", "2", "hvd-train", "fit", *own, "--set", "max_epochs=4000"]
     started = subprocess.Popen(line, env=variables(cluster), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -492,7 +491,7 @@ def test_a_sweep_is_an_array_of_trials(cluster, tmp_path):
 
 @pytest.mark.long("Slurm holds a job back for two minutes before it starts it again")
 def test_a_job_that_saved_in_time_is_started_again_and_ends_with_the_same_bits(cluster, tmp_path):
-    """F42: The signal is what --signal makes Slurm send to the step; Slurm holds the job back for two minutes."""
+    """The signal is what --signal makes Slurm send to the step; Slurm holds the job back for two minutes."""
     sets = ["optim.lr=0.01", "max_epochs=40", "log_every_n_steps=1"]
     own = settings(tmp_path / "run", *sets)
     job = submit(cluster, tmp_path, "--nodes", "2", "--requeue", "1", *own).stdout.strip()

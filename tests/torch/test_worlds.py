@@ -215,7 +215,6 @@ def test_caches_of_a_data_set_stay_each_ranks(cases, world):
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_slow_rank_is_named(cases, world):
-    """F15"""
     printed = [rank_facts["slow"] for rank_facts in cases(*world)[1]]
     line = r"step \d+: rank 1 is slow: the others wait for it \d\d% of each step, [\d.]+ ms, since step \d+\n"
     assert re.search(line, printed[0]) and not any(printed[1:]), printed

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,6 +23,31 @@ settings.load_profile("tests")
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as ranks have it; before torch is loaded
 SHOWN = 20
+TESTS = Path(__file__).parent
+# What --quick runs: folders and files that need no framework, and skip the cases for one that is not installed.
+QUICK = (
+    "checkpoint/",
+    "compression/",
+    "core/",
+    "data/",
+    "report/",
+    "rooms/",
+    "run_folder/",
+    "task/test_task",
+    "task/test_recorded",
+    "task/test_against_scikit_learn",
+    "update/",
+    "frontends/test_contract",
+    "script/test_apart",
+    "stages/test_links",
+    "stages/test_numpy_stages",
+    "stages/test_schedule",
+    "stages/test_split",
+    "sweep/test_repeats",
+    "verify/test_difference",
+    "test_faults",
+    "test_files",
+)
 # The longest first, so that both workers end at about the same time.
 LONGEST = [
     "ranks/test_worlds",
@@ -41,6 +67,14 @@ LONGEST = [
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="run the cases marked long as well")
+    parser.addoption("--quick", action="store_true", help="run what needs no framework alone")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the files that --quick does not run before they are imported: many of them import a framework."""
+    if config.getoption("--quick") and collection_path.match("test_*.py"):
+        return None if collection_path.relative_to(TESTS).as_posix().startswith(QUICK) else True
+    return None
 
 
 def pytest_configure(config):

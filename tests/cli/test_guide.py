@@ -37,7 +37,7 @@ THEIRS = (
     "docker build -t hvd-train .",
     "apptainer build train.sif train.def",
 )
-WRITTEN = {"first.yaml", "job.yaml", "head.yaml"}  # which the reader has written, as the pages say
+WRITTEN = {"first.yaml", "digits.yaml", "job.yaml", "head.yaml"}  # which the reader has written, as the pages say
 LINK = re.compile(r"!?\[[^]]*\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -113,9 +113,9 @@ OWN_TESTS = {"fine-tuning"}  # pages whose examples run in tests of their own
 # Pages that begin with a whole script, and the file that it saves.
 SCRIPT_PAGES = {"pytorch-script": "digits.pt", "keras-script": "digits.keras"}
 PAGES_RUN = [
-    name if name in ("README", "packing") else pytest.param(name, marks=pytest.mark.long("other pages run each time"))
+    name if name == "packing" else pytest.param(name, marks=pytest.mark.long("other pages run each time"))
     for name in PAGES
-    if name not in {*SCRIPT_PAGES, *OWN_TESTS}
+    if name not in {"README", *SCRIPT_PAGES, *OWN_TESTS}
     and any(page == name and not ELSEWHERE.search(line) and len(line.split()) > 2 for page, line in commands())
 ]
 
@@ -123,7 +123,7 @@ PAGES_RUN = [
 @pytest.mark.parametrize("page", PAGES_RUN)
 def test_commands_run(tmp_path, page):
     """Run a page's commands in turn, in one folder; a small job stands for the reader's."""
-    first = next(block for block in blocks(PAGES["README"], "yaml") if "runs/first" in block)
+    first = next(block for block in blocks(PAGES["first-run"], "yaml") if "runs/first" in block)
     (tmp_path / "first.yaml").write_text(first.replace("max_epochs: 20", "max_epochs: 2"))
     (tmp_path / "job.yaml").write_text(TINY)
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -311,7 +311,6 @@ BEFORE["fine-tuning"] = """
 import torch
 torch.save({"model_state_dict": {"a": torch.ones(2)}}, "theirs.pt")
 """
-BEFORE["README"] = BEFORE["own-script"]
 BEFORE["pytorch-script"] = "# anew\n" + BEFORE["own-script"]
 AFTER = {"model-and-data": "network((1, 8, 8), 4)(torch.from_numpy(squares()[0][0][:2]).permute(0, 3, 1, 2))"}
 KERAS = """
@@ -339,7 +338,7 @@ def test_python(tmp_path):
         torch_code.append(AFTER.get(name, ""))
     for code in (torch_code, keras_code):
         assert len(code) > 1
-        (tmp_path / "blocks.py").write_text("\n".join(dict.fromkeys(code)))  # the README repeats some
+        (tmp_path / "blocks.py").write_text("\n".join(dict.fromkeys(code)))  # pages repeat some
         line = [sys.executable, "blocks.py"]
         run = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
         assert run.returncode == 0, run.stderr[-3000:]

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
 def test_the_bits_after_an_exchange_do_not_depend_on_threads(framework):
+    pytest.importorskip({"pytorch": "torch"}.get(framework, framework))
     found = []
     for threads in ("1", "2"):
         line = [sys.executable, "-m", "tests.compression.bits", framework, threads]
@@ -30,6 +31,7 @@ def test_the_bits_after_an_exchange_do_not_depend_on_threads(framework):
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
 def test_ranks_of_unequal_threads_stay_equal(tmp_path, framework):
     """PowerSGD's basis and LARS' norms, compared after every step."""
+    pytest.importorskip({"pytorch": "torch"}.get(framework, framework))
     model = "{name: mlp, hidden: [1024, 1024]}"
     sets = [f"framework={framework}", f"model={model}", "data.name=digits", "batch_size=20", "max_steps=5"]
     sets += ["exchange={compression: powersgd, rank: 32}", "gradient_clip_val=0.5", "agreement_every_n_steps=1"]

@@ -98,6 +98,7 @@ def test_transforms_and_targets_keep_the_order():
 
 
 def test_an_iterable_dataset_of_pytorch():
+    pytest.importorskip("torch")
     from torch import tensor
     from torch.utils.data import IterableDataset
 

@@ -33,11 +33,11 @@ ALL = ["numpy", *FRAMEWORKS]
 def module(framework):
     if framework == "numpy":
         return numpy_frontend
+    pytest.importorskip("torch")  # for both: torch before TensorFlow, as the ranks load them
     if framework == "pytorch":
         from hvd_train.frontends.pytorch import model as pt
 
         return pt
-    pytest.importorskip("torch")  # torch before TensorFlow, as the ranks load them
     from hvd_train.frontends.tensorflow import model as tf
 
     return tf
@@ -601,7 +601,7 @@ def test_images_too_small_for_the_cnn(framework):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_no_gpu_is_one_clear_error(framework):
-    import torch
+    torch = pytest.importorskip("torch")
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -610,7 +610,7 @@ def test_no_gpu_is_one_clear_error(framework):
 
 
 def test_a_gpu_runs_kernels_that_repeat_their_bits(monkeypatch):
-    import torch
+    torch = pytest.importorskip("torch")
 
     from hvd_train.frontends.pytorch import device
 
@@ -930,7 +930,7 @@ def counted(scores, ranked):
 
 def test_class_weights_give_pytorchs_mean_and_gradient(monkeypatch):
     """What the message advises for CrossEntropyLoss(weight=w), over parts of unequal weight as ranks have them."""
-    import torch
+    torch = pytest.importorskip("torch")
 
     w, y = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64), torch.arange(11) % 3
     z = torch.randn(11, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -1053,7 +1053,7 @@ def test_a_cross_entropy_of_some_places_has_the_bits_of_all(framework, share):
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_pytorch_takes_the_gradient_of_the_places_that_count(share):
-    import torch
+    torch = pytest.importorskip("torch")
 
     ops, rng = OPS["pytorch"](), torch.Generator().manual_seed(0)
     x, table = torch.randn(4, 9, 16, generator=rng), torch.randn(300, 16, generator=rng)

@@ -127,7 +127,7 @@ def trained(folder, framework, epochs=6, built=None, resume=None, **keys):
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_the_numbers_are_those_of_torch(tmp_path, name, capsys):
     """A rate and a decay for each group, a schedule over all, one norm of what is trained, weights added later."""
-    import torch
+    torch = pytest.importorskip("torch")
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, 5), torch.nn.Linear(5, 5), torch.nn.Linear(5, 3)]

@@ -14,15 +14,13 @@ from hvd_train.data.combined import joined_samples
 from hvd_train.errors import DataError
 from hvd_train.protocol import Sample, Source
 
-SPLITS = ("train", "val", "test", "all")
-
 
 @dataclass(frozen=True)
 class DataRequest:
     """The request for which data are opened.
 
-    run: the fields of the run whose checkpoint is used; None: a new run. split: one of SPLITS; None: the training part
-    and the validation part. labels: whether they are looked at. test: a test part is wanted, too.
+    run: the fields of the run whose checkpoint is used; None: a new run. split: train, val, test or all; None: the
+    training part and the validation part. labels: whether they are looked at. test: a test part is wanted, too.
     vocabulary: the run's, of a text.
     """
 
@@ -50,13 +48,13 @@ class Whole:
     test: Source | None = None
 
 
-# The parts by their names, of SPLITS without all; or what is to be divided.
+# The parts by their names: train, val and test; or what is to be divided.
 Parts = dict[str, Source] | Whole
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Sources of the same kind, by the names of SPLITS.
+    """Sources of the same kind, by the names of their parts: train, val and test, or all.
 
     A training has at least train and val. ``vocabulary``: of a text whose words are numbered, as JSON.
     """

@@ -18,7 +18,6 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +50,9 @@ def host_key() -> str:
     return f"{platform.node()} {os.getpid()}"
 
 
-def verdict_path(environ: Mapping[str, str] = os.environ) -> str:
+def verdict_path() -> str:
     """Return where the process that started the ranks looks for news, if that is on this host."""
-    path, _, host = environ.get(VERDICT, "").partition(" ")
+    path, _, host = os.environ.get(VERDICT, "").partition(" ")
     return path if host == host_key() else ""
 
 

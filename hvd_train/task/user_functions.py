@@ -129,7 +129,7 @@ class UserFunction:
             answer = self._function(labels, outputs) if self._labels_first else self._function(outputs, labels)
         except Exception as error:
             fix = f"it is called with outputs {_shapes(outputs)} and labels {_shapes(labels)}"
-            raise ConfigError(f"the function failed: {_reason(error)}", where=self.where, fix=fix) from error
+            raise ConfigError(f"the function failed: {named_reason(error)}", where=self.where, fix=fix) from error
         values, place_weights = answer if isinstance(answer, tuple | list) and len(answer) == 2 else (answer, None)
         return values, place_weights
 
@@ -183,7 +183,7 @@ class UserLibraryMetric(Metric):
             return self._sums.sums(outputs, labels, weights)
         except Exception as error:
             fix = f"it is given outputs {_shapes(outputs)} and labels {_shapes(labels)}"
-            raise ConfigError(f"the metric failed: {_reason(error)}", where=self.where, fix=fix) from error
+            raise ConfigError(f"the metric failed: {named_reason(error)}", where=self.where, fix=fix) from error
 
     def result(self, sums: np.ndarray) -> float:
         if not sums.any():  # it was given no row, of which some metrics make a 0
@@ -194,7 +194,9 @@ class UserLibraryMetric(Metric):
             return self._sums.result([x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)])
         except Exception as error:
             fix = "it must give one number, for example a macro average"
-            raise ConfigError(f"its result failed: {_reason(error)}", where=self.where, fix=fix, common=True) from error
+            raise ConfigError(
+                f"its result failed: {named_reason(error)}", where=self.where, fix=fix, common=True
+            ) from error
 
     def probe(self, predictions: Predictions) -> None:
         """Learn the number of sums from made-up samples, and check that they are sums."""
@@ -267,7 +269,7 @@ class UserSums(Metric):
         except Exception as error:
             fix = f"it is called with the {len(sums)} sums and gives a number, math.nan where there is none"
             where = self.function.where
-            raise ConfigError(f"its result failed: {_reason(error)}", where=where, fix=fix, common=True) from error
+            raise ConfigError(f"its result failed: {named_reason(error)}", where=where, fix=fix, common=True) from error
 
     def probe(self, predictions: Predictions) -> None:
         """Learn the number of sums from made-up samples, and try the result."""
@@ -292,7 +294,9 @@ def user_metric(
         metric = named() if isinstance(named, type) else named
     except TypeError as error:
         fix = f"make it in a file of yours and name it there: metrics: ['mine:metric'], metric = {named.__name__}(...)"
-        raise ConfigError(f"it cannot be made without arguments: {_reason(error)}", where=where, fix=fix) from error
+        raise ConfigError(
+            f"it cannot be made without arguments: {named_reason(error)}", where=where, fix=fix
+        ) from error
     try:
         library = ops.library_metric(metric, logits)
     except ConfigError as error:
@@ -319,10 +323,6 @@ def _is_of_keras(function: Any) -> bool:
     kinds = (function,) if hasattr(function, "__qualname__") else type(function).__mro__
     modules = [str(one.__module__).split(".") for one in kinds]
     return any(parts[0] == "keras" and {"losses", "metrics"} & {*parts} for parts in modules)
-
-
-def _reason(error: Exception) -> str:
-    return named_reason(error)
 
 
 def _shapes(x: Any) -> str:

@@ -119,22 +119,22 @@ def _surplus(a: np.ndarray, b: np.ndarray) -> tuple[int, int]:
     return int(more[more > 0].sum()), int(-more[more < 0].sum())
 
 
-def findings(a: Runs, b: Runs, tolerance: float = TOLERANCE, norm_fix: str = NORM_FIX) -> list[str]:
+def findings(a: Runs, b: Runs, norm_fix: str = NORM_FIX) -> list[str]:
     """List the differences, causes before consequences: the first line says where to look. Empty: equal.
 
     ``norm_fix``: what to do about batch normalization over each rank's local samples.
     """
     # Causes come first: with other weights or samples the loss must differ, and says nothing more.
-    lines = _weights_apart(b, "first", "start") + _first_weights(a, b, tolerance) + _which_samples(a, b)
+    lines = _weights_apart(b, "first", "start") + _first_weights(a, b) + _which_samples(a, b)
     same_start = not lines
-    lines += _which_rate(a, b, tolerance)
+    lines += _which_rate(a, b)
     if same_start:
-        lines += _first_loss(a, b, tolerance, norm_fix)
-    lines += _gradient(a, b, tolerance)
+        lines += _first_loss(a, b, norm_fix)
+    lines += _gradient(a, b)
     lines += _weights_apart(b, "last", "end")
     lines += _not_finite(a, b)
     # ``not <=`` and not ``>``: a NaN is beyond, too.
-    beyond = [row for row in rows(a, b) if not row.difference <= tolerance]
+    beyond = [row for row in rows(a, b) if not row.difference <= TOLERANCE]
     state = [row for row in beyond if row.what.split("/")[0] in ("weights", "statistics", "slots")]
     if state:
         worst = max(state, key=lambda row: row.difference)
@@ -153,8 +153,8 @@ def _weights_apart(runs: Runs, stage: str, verb: str) -> list[str]:
     return [f"the ranks {verb} with different weights: {name_ranks(sorted(apart))} against rank 0, first in {tensor}"]
 
 
-def _first_weights(a: Runs, b: Runs, tolerance: float) -> list[str]:
-    beyond = [r for r in _trees(a.training.trees["first"], b.training.trees["first"]) if not r.difference <= tolerance]
+def _first_weights(a: Runs, b: Runs) -> list[str]:
+    beyond = [r for r in _trees(a.training.trees["first"], b.training.trees["first"]) if not r.difference <= TOLERANCE]
     return [f"the first weights differ: {r.what} by {r.difference:.1e} at {r.place}" for r in beyond[:1]]
 
 
@@ -169,19 +169,19 @@ def _which_samples(a: Runs, b: Runs) -> list[str]:
     return []
 
 
-def _which_rate(a: Runs, b: Runs, tolerance: float) -> list[str]:
+def _which_rate(a: Runs, b: Runs) -> list[str]:
     difference, place = _rates(a.training, b.training)
-    if difference <= tolerance:
+    if difference <= TOLERANCE:
         return []
     rank, step = (int(n) for n in place.strip("[]").split(","))
     one, two = float(a.training.rates[0, step]), float(b.training.rates[rank, step])
     return [f"the learning rate of step {step + 1} is {_times(two, one)} that of {a.title} ({two:g} against {one:g})"]
 
 
-def _first_loss(a: Runs, b: Runs, tolerance: float, norm_fix: str) -> list[str]:
+def _first_loss(a: Runs, b: Runs, norm_fix: str) -> list[str]:
     """Compare the first losses. With equal weights and samples a difference lies in the forward pass itself."""
     one, two = (float(runs.training.losses[0]) for runs in (a, b))
-    if abs(one - two) <= tolerance * abs(one):
+    if abs(one - two) <= TOLERANCE * abs(one):
         return []
     normalized = any(key.startswith("statistics/") for key in a.training.trees["first"])
     message = f"the loss of step 1 is {two:.6g} against {one:.6g} with equal weights and samples"
@@ -192,7 +192,7 @@ def _first_loss(a: Runs, b: Runs, tolerance: float, norm_fix: str) -> list[str]:
     return [f"{message}: something in the forward pass depends on the rank (random numbers, statistics of a batch?)"]
 
 
-def _gradient(a: Runs, b: Runs, tolerance: float) -> list[str]:
+def _gradient(a: Runs, b: Runs) -> list[str]:
     if a.gradient is None or b.gradient is None:
         return []
     apart = b.gradient.differing
@@ -200,13 +200,13 @@ def _gradient(a: Runs, b: Runs, tolerance: float) -> list[str]:
         ranks = name_ranks(sorted(apart["last"]))
         return [f"the gradient of step 1 differs between ranks ({ranks} against rank 0): no exchange"]
     one, two = a.first_gradient(), b.first_gradient()
-    beyond = [row for row in _trees(one, two) if not row.difference <= tolerance]
+    beyond = [row for row in _trees(one, two) if not row.difference <= TOLERANCE]
     if not beyond:
         return []
     # Least squares: the ratio r for which r * one is nearest to two. A sum in place of a mean gives N.
     square = sum(float(np.vdot(x, x)) for x in one.values())
     ratio = sum(float(np.vdot(x, two[key])) for key, x in one.items()) / square if square else math.nan
-    if all(row.difference <= tolerance for row in _trees({key: ratio * x for key, x in one.items()}, two)):
+    if all(row.difference <= TOLERANCE for row in _trees({key: ratio * x for key, x in one.items()}, two)):
         return [f"the gradient of step 1 is {ratio:.6g} times that of {a.title}"]
     worst = max(beyond, key=lambda row: row.difference)
     return [f"the gradient of step 1 differs: {worst.what} by {worst.difference:.1e} at {worst.place}"]

@@ -129,9 +129,6 @@ def test_repeated_samples_are_varied_each_time():
     assert len(zeros) > 30 and len(np.unique(zeros, axis=0)) > 20, "of 3 images"
 
 
-STREAM = SimpleNamespace(num_classes=4, fingerprint="stream")
-
-
 class Stream(Fetched):
     fetch = None
 

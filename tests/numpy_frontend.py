@@ -213,7 +213,7 @@ class NumpyFrontEnd(StateTree):
 
     def add_gradients(self, placed, scale, seed):
         inputs, labels, weights = placed
-        (x,), (label,), (factor,) = inputs.values(), labels.values(), self._scales(scale)
+        (x,), (label,), (factor, *_) = inputs.values(), labels.values(), self._scales(scale)
         logits = self._eval_outputs(inputs)
         _, sums = self.task(logits, labels, weights)
         # Of the cross-entropy by the logits: softmax(z) - 1 for the label's class.

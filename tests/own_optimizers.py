@@ -30,6 +30,13 @@ def torch_adagrad(parameters):
     return torch.optim.Adagrad(parameters, initial_accumulator_value=0.1)
 
 
+def torch_first_layer(parameters, lr):
+    """Moves the first layer alone, counted in the list."""
+    import torch
+
+    return torch.optim.SGD(list(parameters)[:2], lr=lr)
+
+
 def torch_closure(parameters):
     import torch
 

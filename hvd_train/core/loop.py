@@ -168,7 +168,8 @@ class Trainer(Training):
         self._end_epoch(rate, time.perf_counter() - started, p.seen - samples_before, self._at_end(steps_done))
 
     def _at_end(self, steps_done: int) -> bool:
-        return self.progress.consumed >= self.train_size or steps_done >= self.limit
+        # An epoch that began with another global batch may take a step more: the samples end it, not their count.
+        return self.progress.consumed >= self.train_size or (self.limited and steps_done >= self.limit)
 
     def _end_epoch(self, rate: float, seconds: float, samples: int, complete: bool) -> None:
         """Evaluate where that is due, and call the hooks. ``samples`` were trained on in ``seconds``, since the epoch

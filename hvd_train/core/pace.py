@@ -138,7 +138,7 @@ class AsyncSteps:
         done = -(-p.consumed // training.global_batch)
         left = -(-(training.train_size - p.consumed) // training.global_batch)
         # After the first step the run folder is written, where all ranks meet.
-        most = min(left, training.limit - done) if self._begun else 1
+        most = (min(left, training.limit - done) if training.limited else left) if self._begun else 1
         self._begun = True
         return self._rules.steps_left(p.step, most)
 

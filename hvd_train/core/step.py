@@ -42,10 +42,12 @@ class StepRunner:
         local = sum(batch.count for batch in step.micro_batches)
         update.before_step(p.step + 1, step.count)
         # The samples of the global batch, not of this rank: gradients are added over ranks and micro-batches.
-        scale: Scale = p.loss_scale / (max(local, 1) if update.local_gradients else step.count)
+        of_sample = p.loss_scale / (max(local, 1) if update.local_gradients else step.count)
+        scale: Scale = of_sample
         counts = None
         if frontend.task.weighted_by_data:
-            counts, scale = self._weighted_scale(step)
+            counts, scales = self._weighted_scale(step)
+            scale = [*scales, of_sample]
         rate = training.learning_rate(p.consumed // training.global_batch, p.step)
         # All but the last micro-batch only add up gradients; the last one exchanges them and moves the weights.
         *earlier, last = step.micro_batches
@@ -71,7 +73,7 @@ class StepRunner:
         return rate, sums, counts
 
     def _weighted_scale(self, step: Step) -> tuple[np.ndarray, list[float]]:
-        """Return this rank's counts and ``scale``, where labels tell how much counts.
+        """Return this rank's counts and a scale for each loss, where labels tell how much counts.
 
         Each loss is divided by its own count over all micro-batches and ranks, so that N ranks are one rank: counts
         are added before the first micro-batch, in one small transfer a step.

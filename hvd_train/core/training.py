@@ -52,6 +52,7 @@ class Training:
         self.data = data_facts(train, val)
         self.steps_per_epoch = -(-self.train_size // self.global_batch)
         self.limit = self.schedule.steps_per_epoch  # of those, so many are made
+        self.limited = self.limit < self.steps_per_epoch
         self.epoch_size = min(self.train_size, self.limit * self.global_batch)  # samples
         self.scaled = config.precision == "16-mixed"
         self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0, warmup=self.schedule.mixed_warmup)

@@ -90,12 +90,21 @@ def _cutout(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.nda
     return images
 
 
+# The default bounds on the area, as a share of the image, and on width over height.
+WINDOWS = {"random_resized_crop": ([0.08, 1.0], [3 / 4, 4 / 3]), "random_erasing": ([0.02, 0.33], [0.3, 3.3])}
+
+
+def _bounds(config: TransformConfig) -> tuple[list[float], list[float]]:
+    scale, ratio = WINDOWS[config.name]
+    return config.scale or scale, config.ratio or ratio
+
+
 def _resized_crop(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
     """a window of a random area and shape is stretched to the images' size; scale: [0.08, 1], ratio: [3/4, 4/3]"""
     height, width = images.shape[1:3]
-    area, shape = config.scale or [0.08, 1.0], config.ratio or [3 / 4, 4 / 3]
+    area, shape = _bounds(config)
     for image, numbers in zip(images, draws.uniform(2 * TRIES + 2), strict=True):
-        rows, columns = _window(height, width, area, shape, numbers)
+        rows, columns = _window(height, width, area, shape, numbers) or (height, width)
         top, left = numbers[-2] * (height - rows), numbers[-1] * (width - columns)
         # The middle of each new pixel, in the old image; pixel k lies at k.
         y = top + (np.arange(height) + 0.5) * rows / height - 0.5
@@ -107,8 +116,8 @@ def _resized_crop(images: np.ndarray, draws: Draws, config: TransformConfig) -> 
 
 def _window(
     height: int, width: int, scale: list[float], ratio: list[float], numbers: np.ndarray
-) -> tuple[float, float]:
-    """Return (rows, columns) of a window of a random area and shape; the whole image where none of the tries fits."""
+) -> tuple[float, float] | None:
+    """Return (rows, columns) of a window of a random area and shape; None: none of the tries fits into the image."""
     for k in range(TRIES):
         area = (scale[0] + numbers[2 * k] * (scale[1] - scale[0])) * height * width
         # Shapes and their inverses are equally likely.
@@ -116,7 +125,15 @@ def _window(
         rows, columns = math.sqrt(area / shape), math.sqrt(area * shape)
         if rows <= height and columns <= width:
             return rows, columns
-    return float(height), float(width)
+    return None
+
+
+def no_window_fits(config: TransformConfig, height: int, width: int) -> bool:
+    """Return whether even the smallest area has no shape with which it lies within the image."""
+    if config.name not in WINDOWS:
+        return False
+    scale, ratio = _bounds(config)
+    return max(ratio[0], scale[0] * width / height) > min(ratio[1], width / height / scale[0])
 
 
 def _rotation(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
@@ -181,11 +198,14 @@ def _color_jitter(images: np.ndarray, draws: Draws, config: TransformConfig) -> 
 def _erasing(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
     """a rectangle of a random area and shape gets the value fill; p: 0.5, scale: [0.02, 0.33], ratio: [0.3, 3.3]"""
     height, width = images.shape[1:3]
-    area, shape = config.scale or [0.02, 0.33], config.ratio or [0.3, 3.3]
+    area, shape = _bounds(config)
     for image, numbers in zip(images, draws.uniform(2 * TRIES + 3), strict=True):
         if numbers[-1] < (0.5 if config.p is None else config.p):
-            # A ratio is width over height.
-            rows, columns = (max(1, round(side)) for side in _window(height, width, area, shape, numbers))
+            # As in torchvision, an image into which no window fits stays as it is.
+            window = _window(height, width, area, shape, numbers)
+            if window is None:
+                continue
+            rows, columns = (max(1, round(side)) for side in window)
             top = int(numbers[-3] * (height - rows + 1))
             left = int(numbers[-2] * (width - columns + 1))
             image[top : top + rows, left : left + columns] = config.fill

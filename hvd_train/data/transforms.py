@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import TaskConfig, TransformConfig
-from hvd_train.data.augment import BUILT_IN, MOVING, Draws
+from hvd_train.data.augment import BUILT_IN, MOVING, Draws, no_window_fits
 from hvd_train.data.mixing import MIXING, Mixed
 from hvd_train.data.order import mix
 from hvd_train.errors import DataError, named_reason
@@ -137,6 +137,9 @@ def _built_in(config: TransformConfig, sample: Sample, where: str) -> _Step:
         what = f"size {config.size} of images of {field.shape[0]} x {field.shape[1]}"
         fix = "leave size out: samples keep their shape, which validation has too"
         raise DataError(what, where=where, fix=fix)
+    if no_window_fits(config, *field.shape[:2]):
+        what = f"no window of these areas and shapes fits into images of {field.shape[0]} x {field.shape[1]}"
+        raise DataError(what, where=where, fix="give other bounds on width over height: ratio, or on the area: scale")
     if np.array(config.fill).astype(field.dtype) != config.fill:
         what = f"fill {config.fill:g} is no {field.dtype}"
         raise DataError(what, where=where, fix="give the value of a pixel as it is stored: bytes are 0 to 255")

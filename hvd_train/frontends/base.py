@@ -151,7 +151,7 @@ class StateTree(NamedArrays):
         """Return the outputs of the model in evaluation, as tensors."""
 
     def _scales(self, scale: Scale) -> list[float]:
-        """Return a scale for each loss."""
+        """Return a scale for each loss; that of a sample is the last one, or the same as theirs."""
         # Not by np.broadcast_to, which takes 6 us of each step.
         if isinstance(scale, float | int):
             return [float(scale)] * len(self.task.objectives)

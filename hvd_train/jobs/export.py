@@ -104,7 +104,11 @@ def _trained(config: Config, snapshot: store.Snapshot) -> Trained:
     """Return the checkpoint's weights and statistics with its sample."""
     sample = sample_of(snapshot.meta)
     arrays = {key.partition("/")[2]: array for key, array in snapshot.model.items()}
-    scale = SCALES.get(config.data.name) or NUMBERS[any(field.divisor != 1 for field in sample.inputs.values())]
+    divided = [name for name, field in sample.inputs.items() if field.divisor != 1]
+    numbers = NUMBERS[bool(divided)]
+    if 0 < len(divided) < len(sample.inputs):
+        numbers = f"of {', '.join(divided)} {NUMBERS[1]}, of others {NUMBERS[0]}"
+    scale = SCALES.get(config.data.name) or numbers
     several = len(sample.inputs) > 1
     for name, field in sample.inputs.items():
         if field.mean:

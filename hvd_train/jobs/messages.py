@@ -28,7 +28,7 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     groups = job.parameter_groups
     count = count or sum(spec.size for spec in (groups.specs if groups else job.frontend.specs()))
     steps = f"{amount(trainer.steps_per_epoch, 'step')} per epoch"
-    if trainer.limit < trainer.steps_per_epoch:
+    if trainer.limited:
         samples = f"{trainer.epoch_size:,} of {trainer.train_size:,} samples"
         steps = f"{trainer.limit} of {steps}, {samples} (limit_train_batches)"
     if c.limit_val_batches and (evaluated := trainer.val_loader.evaluated(c.limit_val_batches)) < trainer.val_size:

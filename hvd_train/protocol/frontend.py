@@ -16,6 +16,7 @@ from hvd_train.protocol.update import DividedUpdate, HostMemory, Optimizer, Pack
 
 # float64, as the task has them (task/task.py); by default [loss, number correct, number of samples].
 Sums = Tensor
+# What each loss is multiplied by: one number for all of them; or one for each, and at the end that of a sample.
 Scale = float | Sequence[float]
 
 

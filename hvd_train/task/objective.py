@@ -220,6 +220,12 @@ class Objective:
                 raise ConfigError("the loss takes several outputs or labels together", where=where, fix=fix)
             y = self._without_column(z, y)
             has_classes = z.shape[-1] > 1 and len(z.shape) == len(y.shape) + 1
+            if has_classes and not fits(tuple(z.shape), tuple(y.shape), 0):
+                what = f"the model gives outputs of shape {tuple(z.shape)} for labels of shape {tuple(y.shape)}"
+                fix = (
+                    "let it give the classes in the last axis, or a number for each label; or give a metric of your own"
+                )
+                raise ConfigError(what, where=where, fix=fix)
             self._check_classes(z.shape[-1] if has_classes else 0)
             takes = METRICS[name].labels
             if takes == "classes" and not has_classes:

@@ -23,7 +23,7 @@ from hvd_train.metrics.metric import Mean, Metric, Predictions, flat_weights, sh
 from hvd_train.metrics.ranking import Ranking
 from hvd_train.protocol import Ops, Sample, Tensor
 from hvd_train.task.objective import Objective
-from hvd_train.task.user_functions import for_each
+from hvd_train.task.user_functions import UserFunction, for_each
 
 M = TypeVar("M", bound=Metric)
 
@@ -105,12 +105,19 @@ class Task:
     @property
     def remarks(self) -> list[str]:
         """Return a line about each function of the user that compares the samples of a batch; after ``probe``."""
-        functions = [
-            function
-            for objective in self.objectives
-            for function in (objective.user_loss, *(getattr(x, "function", None) for x in objective.metrics.values()))
+        return [f"{one.where}: {one.remark}" for one in self._functions if one.remark]
+
+    @property
+    def compares_samples(self) -> bool:
+        """Return whether a function of the user compares the samples of a batch; after ``probe``."""
+        return any(one.compares for one in self._functions)
+
+    @property
+    def _functions(self) -> list[UserFunction]:
+        each = [
+            (one.user_loss, *(getattr(x, "function", None) for x in one.metrics.values())) for one in self.objectives
         ]
-        return [f"{one.where}: {one.remark}" for one in functions if one and one.remark]
+        return [function for functions in each for function in functions if function]
 
     def __call__(self, outputs: Any, labels: Mapping[str, Tensor], weights: Tensor, scale: Any = None) -> Any:
         """Return the loss to minimize, and the vector of sums (length,) float64.

@@ -33,7 +33,8 @@ class UserFunction:
         self.where = f"{key}: {name}"
         self._function = function or user_function(name, self.where)
         self._labels_first = _is_of_keras(self._function)
-        self.remark = ""  # for the user, after ``probe``
+        # After ``probe``: a line for the user, and whether the value of a sample depends on the others of its batch.
+        self.remark, self.compares = "", False
 
     def checked_values(
         self, outputs: Any, labels: Any, weights: Tensor, weighted: bool | None = None
@@ -79,7 +80,8 @@ class UserFunction:
             what = f"the function gives {tuple(values.shape)} for 2 samples and {alone} for one, of outputs and labels"
             fix = "bring both to one shape: of outputs or labels (n, 1), outputs[:, 0] and labels[:, 0] are (n,)"
             raise ConfigError(f"{what} {shapes}", where=self.where, fix=fix)
-        if self._compares(outputs, labels, ops):
+        self.compares = self._compares(outputs, labels, ops)
+        if self.compares:
             what = "the value of a sample depends on the others of its batch"
             self.remark = (
                 f"{what}: each rank compares those of its part, so another number of ranks gives other numbers"

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +15,10 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from hvd_train.config import load_config
+from hvd_train.config import Config, load_config
 from hvd_train.data.catalog import open_data
+from hvd_train.jobs import export
+from hvd_train.protocol import Field, Sample
 from tests.cli.running import ROOT, SECONDS, run
 
 DIGITS, LARGE = "data={name: digits}", "data={name: digits, image_size: 28}"
@@ -193,6 +196,15 @@ def test_the_command_tells_what_was_written(made):
     assert "input (n, 16) int64, numbers the bytes' numbers -> logits (n, 16, 256)" in made.told["gpt", "onnx"]
     assert "import keras, tf_models.gpt;" in made.told["gpt", "keras"], "its layers are its own"
     assert "import keras;" in made.told["resnet", "keras"]
+
+
+def test_of_several_inputs_a_file_tells_which_are_divided():
+    """All were said to be numbers from 0 to 1, also beside bytes of an image."""
+    fields = {"image": Field((4, 4, 3), "uint8", 255.0, image=True), "age": Field((), "float32")}
+    meta = {"sample": asdict(Sample(fields, {"label": Field((), "int64", classes=2)}))}
+    snapshot = SimpleNamespace(meta=meta, model={}, step=1, framework="pytorch")
+    scale = export._trained(Config.model_validate({"data": {"name": "npz"}}), snapshot).scale
+    assert scale == "of image from 0 to 1 (uint8 divided by 255), of others as the data hold them"
 
 
 def test_another_place_and_another_checkpoint(made, tmp_path):

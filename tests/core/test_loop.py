@@ -340,6 +340,15 @@ def test_an_epoch_that_is_over_on_fewer_ranks_takes_no_further_step(tmp_path):
     assert all(1e-3 < loss < 10 for loss in hook.seen), "the first epoch has the loss of its two steps"
 
 
+def test_an_epoch_that_began_with_a_smaller_batch_takes_all_its_samples(tmp_path):
+    """After 1 step of 4 samples the 49 others are 7 steps of 8: the epoch of 7 steps left out the last sample."""
+    c = config(global_batch_size=None, batch_size=4, checkpoint={"every_n_steps": 1}, max_epochs=1)
+    with pytest.raises(Stop):
+        run_ranks(1, lambda com: trainer(com, c, tmp_path, KillingLog(2)).fit())
+    summary, *_ = final(2, c, tmp_path, resume=True)
+    assert (summary["steps"], summary["train_samples"]) == (1 + 7, N)
+
+
 class EpochLosses(Hook):
     def __init__(self):
         self.seen = []

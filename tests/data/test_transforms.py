@@ -186,6 +186,13 @@ def test_erased_rectangles_have_the_area_and_the_shape_that_is_asked_for():
     assert 25 < (drawn({"name": "random_erasing"}) == IMAGES).all((1, 2, 3)).sum() < 75
 
 
+def test_a_narrow_image_into_which_no_rectangle_fits_stays_as_it_is():
+    """As in torchvision. A third of these images were erased as a whole, and kept their class."""
+    found = drawn({"name": "random_erasing", "p": 1}, inputs=np.full((90, 8, 200, 1), 9, np.uint8)) == 0
+    shares = found.mean((1, 2, 3))
+    assert shares.max() < 0.33 and 10 < (shares == 0).sum() < 60
+
+
 @pytest.mark.parametrize("key", ["brightness", "contrast", "saturation"])
 def test_colours_change_as_in_pillow(key):
     """A factor on all values, on the distance from the mean grey, on that from each pixel's grey."""
@@ -320,6 +327,10 @@ FAULTS = {
     "no image": (dict(listed=[FLIP], inputs=np.ones((90, 4))), ["input of shape (4,) is not an image"]),
     "several inputs": (dict(listed=[FLIP], inputs={"a": IMAGES, "b": IMAGES}), ["the inputs are a, b", "input: ..."]),
     "size": (dict(listed=[CROP | {"size": 6}]), ["size 6 of images of 8 x 8"]),
+    "windows": (
+        dict(listed=[{"name": "random_resized_crop"}], inputs=np.ones((90, 8, 200, 1), np.uint8)),
+        ["no window of these areas and shapes fits into images of 8 x 200", "ratio"],
+    ),
     "fill": (dict(listed=[CROP | {"fill": 300}]), ["fill 300 is no uint8"]),
     "fraction": (dict(listed=[CUTOUT | {"fill": 0.5}]), ["fill 0.5 is no uint8"]),
     "whole": (dict(listed=[NORMALIZE], inputs=WHOLE), ["input of (8, 8, 1) int64 holds whole numbers"]),

@@ -58,6 +58,14 @@ def test_groups_of_torch_keep_their_ratio_and_the_schedule_sets_the_rate(tmp_pat
     assert all(np.abs(tree[f"weights/{n}"] - p.detach().numpy()).max() < 1e-12 for n, p in parameters.items())
 
 
+def test_the_parameters_come_in_the_order_of_the_model(tmp_path):
+    """They came from the last layer to the first, so that ``parameters[:2]`` was the head."""
+    first = first_weights(tmp_path / "first", "pytorch", "torch_first_layer")
+    tree = run(tmp_path / "own", "pytorch", "torch_first_layer")
+    moved = [name for name, x in first.items() if (tree[f"weights/{name}"] != x).any()]
+    assert sorted(moved) == ["fc1.bias", "fc1.kernel"]
+
+
 def test_an_optimizer_of_keras_moves_as_in_keras(tmp_path):
     first = first_weights(tmp_path / "first", "tensorflow", "keras_adadelta")
     tree = run(tmp_path / "own", "tensorflow", "keras_adadelta", optim={"lr": 0.5})

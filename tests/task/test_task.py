@@ -769,6 +769,19 @@ def test_what_a_built_in_metric_cannot_look_at(monkeypatch, metric, outputs, wha
         task(outputs, {"label": np.zeros(N)}, np.ones(N))
 
 
+@pytest.mark.parametrize("metric", ["accuracy", "iou"])
+@pytest.mark.parametrize("places", [(4, 4), (4,)], ids=str)
+@pytest.mark.parametrize("classes", [1, 3])
+def test_classes_that_are_not_the_last_axis_are_refused(monkeypatch, metric, places, classes):
+    """Masks (n, h, w) and outputs (n, 1, h, w), as torch has them: accuracy was 0.10 where 0.46 is right."""
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(any=lambda z, y: y * 1.0))
+    fields = Sample({}, {"label": Field(places, "bool")})
+    task = Task(TaskConfig(loss="own_task:any", metrics=[metric]), fields, NumpyOps())
+    labels = {"label": np.ones((2, *places), bool)}
+    with pytest.raises(ConfigError, match=rf"outputs of shape \(2, {classes}, 4.*task.metrics: {metric}.*last axis"):
+        task.probe(np.zeros((2, classes, *places)), labels, np.ones(2))
+
+
 @pytest.mark.parametrize(
     ("loss", "told"),
     [

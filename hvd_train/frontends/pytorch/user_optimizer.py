@@ -31,7 +31,9 @@ class UserOptimizer(FlatWeights):
     def __init__(self, options: OptimConfig, flats: list[Flat], layouts: Mapping[str, Layout]) -> None:
         self._flats, self._home = flats, flats[0].weight.device
         self._where = f"optim.name: {options.name}"
-        self._parameters = {n: p for flat in flats for n, p in zip(flat.names, flat.parameters, strict=True)}
+        moved = {n: p for flat in flats for n, p in zip(flat.names, flat.parameters, strict=True)}
+        # In the model's order, which is the one that the user's function may count by; buckets begin at its end.
+        self._parameters = {n: moved[n] for n in layouts if n in moved}
         names = [layouts[n].name for n in self._parameters]
         self.optimizer = build_optimizer(options, list(self._parameters.values()), names, torch.optim.Optimizer)
         groups = self.optimizer.param_groups

@@ -60,6 +60,8 @@ from hvd_train.task.task import Task
 
 
 class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
+    _cuts_padding = False
+
     def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
         self.config, self.groups = config, groups
         self.packing, self._sample = packing(groups.data), sample
@@ -105,6 +107,8 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self._common: CommonWeights | None = None
         self._score, self._predict = graph(self._traced_score), graph(self._eval_outputs, reduce_retracing=self._ragged)
         self._probe_task(sample)
+        # What compares samples must not see padding. Stages exchange activations of one shape.
+        self._cuts_padding = self.task.compares_samples and config.parallel.pipeline == 1
 
     def _try_forward(self) -> None:
         """Build a model that is not built, and show whether it takes what the data give."""
@@ -188,17 +192,23 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self._steps: dict[int, Callable] = {}  # by the rows of a batch
 
     def to_device(self, batch: Batch) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
-        """Place a batch with its padding, so that shapes never change; inputs as they are stored."""
+        """Place a batch, in most cases with its padding, so that shapes never change; inputs as they are stored."""
         # The graph scales inputs, where that costs no further call.
+        rows = self._rows(batch)
         with tf.device(self._device):
-            inputs = {name: tf.constant(batch.inputs[name]) for name in self._sample.inputs}
+            inputs = {name: tf.constant(batch.inputs[name][:rows]) for name in self._sample.inputs}
             return inputs, *self._place_labels(batch)
 
     def _place_labels(self, batch: Batch) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+        rows = self._rows(batch)
         with tf.device(self._device):
             fields = self._label_fields(batch)
-            labels = {name: self._ready(batch.labels[name], field) for name, field in fields.items()}
-            return labels, tf.constant(batch.weights.astype(self.dtype, copy=False))
+            labels = {name: self._ready(batch.labels[name][:rows], field) for name, field in fields.items()}
+            return labels, tf.constant(batch.weights[:rows].astype(self.dtype, copy=False))
+
+    def _rows(self, batch: Batch) -> int:
+        """Return how many rows of a batch are placed; one row of padding stays where there is no sample."""
+        return max(batch.count, 1) if self._cuts_padding else len(batch.weights)
 
     def add_gradients(self, placed, scale: Scale, seed: int) -> tf.Tensor:
         numbers = tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64)
@@ -213,7 +223,8 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             sums, self._failures = self._run(self._step, *placed, *map(tf.constant, numbers))
             return sums
         later = Later(self.run_queued)
-        if self._ragged and self.queued and not graphs.same_shapes(placed, self.queued[0][0][:3]):
+        varies = self._ragged or self._cuts_padding
+        if varies and self.queued and not graphs.same_shapes(placed, self.queued[0][0][:3]):
             self.run_queued()
         self.queued.append(((*placed, *numbers), later))
         if len(self.queued) == self._per_call:
@@ -288,7 +299,8 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             tape.watch(variables)
             loss, sums = self.task(self._outputs(inputs, training=True), labels, weights, scale)
             check_none_is_late(self.model, self._trainable, self.config.model.name)
-            share = scale[0] * tf.cast(sums[self.task.entries[0][1]], self.dtype)
+            # By samples: a loss may have no label in a step.
+            share = scale[-1] * tf.cast(sums[self.task.samples], self.dtype)
             loss += penalty(self.model, share, f"model.name: {self.config.model.name}")
         gradients = tape.gradient(loss, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.convert_to_tensor(g) for g in gradients], sums

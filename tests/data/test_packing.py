@@ -202,6 +202,7 @@ def test_a_fault_while_packing(tmp_path, photos):
 
 def test_ranks_share_the_work_and_weights_are_the_same(tmp_path, photos):
     """Two ranks of mpirun pack and check; training from the packed data and from the files gives the same bits."""
+    pytest.importorskip("horovod")
     line = [*MPIRUN, str(BIN / "hvd-train"), "data", "pack", str(photos), str(tmp_path / "packed")]
     done = subprocess.run(line, env=PYTHON, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0 and "8 files" in done.stdout and "2 ranks" in done.stdout, done.stderr

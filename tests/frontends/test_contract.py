@@ -624,6 +624,7 @@ def test_a_gpu_runs_kernels_that_repeat_their_bits(monkeypatch):
 @pytest.mark.parametrize("optim", ["sgd", "adam", "lamb"])
 def test_weights_that_begin_at_multiples_of_bytes_train_to_the_same_numbers(optim, monkeypatch):
     """As on GPUs: with zeros between them, of which neither gradients nor checkpoints know."""
+    pytest.importorskip("torch")
     from hvd_train.frontends.pytorch import model as pt
 
     layout, states = pt.Flat, []

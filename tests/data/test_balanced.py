@@ -156,6 +156,6 @@ def test_what_has_no_classes_is_refused(train, keys, words):
 
 
 def test_a_class_is_not_made_up_for_twice():
-    with pytest.raises(ConfigError, match=r"data.sampling.*leave one out"):
+    with pytest.raises(ConfigError, match=r"data.sampling.*leave one of them out"):
         load_config(base={"data": {"sampling": "balanced"}, "task": {"class_weights": "balanced"}})
     load_config(base={"data": {"sampling": "balanced"}, "task": {"class_weights": {"3": 2.0}}})

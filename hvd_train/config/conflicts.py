@@ -1,6 +1,6 @@
 """The table of what does not go together: two features, why, and what to do.
 
-The configuration refuses by it, and so do scripts of the user's. ``hvd-train config --explain`` and the guide's page
+The configuration refuses by it, and so do users' scripts. ``hvd-train config --explain`` and the guide's page
 ``parallel`` print it.
 """
 
@@ -87,7 +87,7 @@ ERROR_METER = Feature("exchange.compression_error_every_n_steps")
 SHARDED, STAGES, DEVICES = map(Feature, ("optim.sharded", "parallel.pipeline", "parallel.devices_per_rank"))
 EMA, SWA = Feature("ema"), Feature("swa")
 FREE = Feature("optim.name", tuple(name for name, spec in OPTIMIZERS.items() if spec.schedule_free))
-OWN = Feature("optim.name", when=lambda name: ":" in name, words="an optimizer of yours")
+OWN = Feature("optim.name", when=lambda name: ":" in name, words="your own optimizer")
 GROUPS = Feature("optim.groups")
 UNFREEZING = Feature("optim.groups", when=lambda x: any(g.until_epoch for g in x), words="until_epoch of a group")
 RATES = Feature(
@@ -103,12 +103,14 @@ ROLLBACK, MIXED_16 = Feature("on_nonfinite", ("rollback",)), Feature("precision"
 LENGTHS, INPUTS = Feature("data.lengths"), Feature("data.target", ("inputs",))
 MIXERS = Feature("data.transforms", when=lambda x: any(one.name in MIXING for one in x), words=" or ".join(MIXING))
 TRANSFORMS = Feature(
-    "data.transforms", when=lambda x: any(one.name != "normalize" for one in x), words="a transform but normalize"
+    "data.transforms",
+    when=lambda x: any(one.name != "normalize" for one in x),
+    words="a transform other than normalize",
 )
 WEIGHTS, BALANCED = Feature("task.class_weights"), Feature("task.class_weights", ("balanced",))
 # What the configuration does not say: of the ranks, and of a script.
-GLOO, ODD_RANKS = Feature(words="ranks started with Gloo"), Feature(words="3, 5, 6, 7, 9, ... ranks")
-LOCAL_SCRIPT = Feature(words="mode= of a script, but allreduce")
+GLOO, ODD_RANKS = Feature(words="ranks started with Gloo"), Feature(words="other than 2, 4, 8, ... ranks")
+LOCAL_SCRIPT = Feature(words="mode= of a script")
 SUMMED, VERIFY = Feature(words="average=False"), Feature(words="hvd-train verify")
 LOSS_SCALE = Feature(words="LossScaleOptimizer")
 
@@ -134,7 +136,7 @@ CONFLICTS = (
     Conflict(
         NO_LOCKSTEP,
         GLOO,
-        "only MPI changes the memory of a rank that computes",
+        "only MPI can change the memory of a rank while it computes",
         "start with mpirun, or set exchange.mode: local_sgd",
     ),
     Conflict(SYNC_BATCHNORM, NO_LOCKSTEP, f"it joins the ranks in each forward pass, and {_NO_WAIT}"),
@@ -162,10 +164,10 @@ CONFLICTS = (
     ),
     Conflict(SHARDED, OWN, "it may need whole tensors, of which each rank would have a part"),
     # Groups of weights, and weights that are trained later
-    Conflict(RATES, OWN, "its function sets them"),
-    Conflict(UNFREEZING, OWN, "its function gets the weights once, at the start"),
+    Conflict(RATES, OWN, "your function sets them"),
+    Conflict(UNFREEZING, OWN, "your function gets the weights once, at the start"),
     Conflict(SHARDED, UNFREEZING, "the optimizer state is divided once, at the start"),
-    Conflict(ANY_MODE, UNFREEZING, "the state of this mode takes no further weights"),
+    Conflict(ANY_MODE, UNFREEZING, "the state of this mode cannot take in further weights"),
     Conflict(ROLLBACK, UNFREEZING, "an earlier checkpoint has no optimizer state of weights that are trained since"),
     *(Conflict(one, UNFREEZING, "the average of all weights would start again") for one in (EMA, SWA, FREE)),
     # One model on several ranks or devices
@@ -173,7 +175,7 @@ CONFLICTS = (
     Conflict(SHARDED, STAGES, "each rank has the optimizer state of its stage alone already"),
     Conflict(LENGTHS, STAGES, "stages exchange activations of one shape"),
     *(Conflict(one, STAGES, _ONE_STAGE) for one in (Feature("model.init_from"), GROUPS)),
-    Conflict(OWN, STAGES, "its function gets the weights of a whole model"),
+    Conflict(OWN, STAGES, "your function gets the weights of a whole model"),
     *(Conflict(one, STAGES, "only whole models have averages of their weights") for one in (EMA, SWA, FREE)),
     Conflict(ANY_MODE, STAGES, "the replicas of a stage exchange gradients in each step"),
     Conflict(ADASUM, STAGES, "adasum joins all ranks, and only the replicas of a stage have the same weights"),
@@ -187,7 +189,7 @@ CONFLICTS = (
     Conflict(TRANSFORMS, LENGTHS, "transforms change samples of one shape"),
     Conflict(Feature("data.sampling"), BALANCED, "rare classes would be made up for twice"),
     Conflict(WEIGHTS, MIXERS, "a mixed sample has several classes", "take data.sampling: balanced instead"),
-    # Scripts of the user's
+    # Users' scripts
     Conflict(SYNC_BATCHNORM, LOCAL_SCRIPT, "the statistics of each rank are its own until the weights are joined"),
     Conflict(SUMMED, LOCAL_SCRIPT, "gradients stay on their rank, and are not added up"),
     Conflict(LR_SCALING, LOCAL_SCRIPT, "each rank steps by the gradients of its own batch"),
@@ -195,7 +197,7 @@ CONFLICTS = (
     Conflict(
         LOSS_SCALE, LOCAL_SCRIPT, "each rank would leave out other steps", "take mixed_bfloat16, which needs none"
     ),
-    Conflict(COMPRESSION, LOSS_SCALE, "what a compression keeps for the next step would be infinite"),
+    Conflict(COMPRESSION, LOSS_SCALE, "an overflow would stay in what the compressor keeps for the next step"),
 )
 
 

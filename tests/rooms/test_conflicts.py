@@ -16,11 +16,11 @@ from hvd_train.errors import ConfigError
 
 # Of features that list no values: some that turn them on, by their words or their key.
 VALUES = {
-    "an optimizer of yours": ["a.b:c"],
+    "your own optimizer": ["a.b:c"],
     "until_epoch of a group": ["[{match: a, freeze: true, until_epoch: 2}]"],
     "lr or weight_decay of a group": ["[{match: a, lr: 1.0}]", "[{match: a, weight_decay: 1.0}]"],
     "mixup or cutmix": ["[mixup]", "[random_horizontal_flip, cutmix]"],
-    "a transform but normalize": ["[mixup]", "[random_vertical_flip]"],
+    "a transform other than normalize": ["[mixup]", "[random_vertical_flip]"],
     "batch_size": [6], "global_batch_size": [6], "max_steps": [9], "devices": ["[0]"],
     "exchange.mode": [mode for mode in MODES if mode != ALLREDUCE],
     "exchange.compression": ["fp16", "int8", "topk", "powersgd", "auto"],

@@ -12,7 +12,7 @@ import numpy as np
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import images, webdataset
 from hvd_train.data.arrays import Arrays
-from hvd_train.data.classes import WHOLE, Known, Words, listing, numbers_of, values_of
+from hvd_train.data.classes import NUMBER, WHOLE, Known, Words, listing, numbers_of, values_of
 from hvd_train.data.column import LABEL
 from hvd_train.data.dataset import DataRequest, Parts, Whole, class_task, existing_folder, existing_path, known
 from hvd_train.data.label_values import OF_NUMBERS, check_order
@@ -143,7 +143,15 @@ def _labels_of(held: images.Listing, known_names: Sequence[str]) -> Any:
     """
     names, words = set(held.names), set(known_names) if values_of(known_names) is None else set()
     whole = {name for name in names if re.fullmatch(WHOLE, name)}
-    if not held.numbered or not whole or names & words:
+    if not held.numbered or names & words:
+        return Words.read(np.array(held.names))
+    if fractions := sorted(name for name in names - whole if NUMBER.fullmatch(name)):
+        what = f"class '{fractions[0]}' is no whole number"
+        fix = (
+            "write classes as whole numbers or as words; or list data.classes, as words; for numbers set task.loss: mse"
+        )
+        raise DataError(what, where=str(held.files[held.names.index(fractions[0])]), fix=fix)
+    if not whole:
         return Words.read(np.array(held.names))
     counts = Counter(held.names)
     of_whole = sum(counts[name] for name in whole)

@@ -143,6 +143,7 @@ def test_classes_of_cross_entropy_are_numbers_or_words_and_not_both(tmp_path):
         {
             ("0", "1", "0x2"): "class '0x2' is no whole number, and others are, as '0'",
             ("0", "1", "2.0"): "class '2.0' is no whole number",
+            ("0.0", "2.0", "10.0"): "class '0.0' is no whole number",
             ("cat", "dog", "7"): "class '7' is a whole number, and others are words",
             ("7", "007", "1"): "classes '",
         }.items()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleSpec:
     """A schedule: the value of ``optim.schedule``.
 
     ``options``: the keys of ``optim`` that are its. ``units``: whether they count ``optim.schedule_unit``. ``to_end``:
@@ -19,19 +19,19 @@ class Row:
 
 
 SCHEDULES = {
-    "constant": Row(),
-    "step": Row(("step_size", "gamma"), units=True),
-    "multistep": Row(("milestones", "gamma"), units=True),
-    "exponential": Row(("gamma",), units=True),
-    "cosine": Row(to_end=True),
-    "cosine_restarts": Row(("period", "period_factor"), units=True),
-    "linear": Row(to_end=True),
-    "polynomial": Row(("power",), to_end=True),
-    "one_cycle": Row(("rise", "start_divisor", "end_divisor"), to_end=True),
-    "inverse_sqrt": Row(),
+    "constant": ScheduleSpec(),
+    "step": ScheduleSpec(("step_size", "gamma"), units=True),
+    "multistep": ScheduleSpec(("milestones", "gamma"), units=True),
+    "exponential": ScheduleSpec(("gamma",), units=True),
+    "cosine": ScheduleSpec(to_end=True),
+    "cosine_restarts": ScheduleSpec(("period", "period_factor"), units=True),
+    "linear": ScheduleSpec(to_end=True),
+    "polynomial": ScheduleSpec(("power",), to_end=True),
+    "one_cycle": ScheduleSpec(("rise", "start_divisor", "end_divisor"), to_end=True),
+    "inverse_sqrt": ScheduleSpec(),
 }
 
 
-def row_of(schedule: str) -> Row:
-    """Return the row of a schedule. A function of the user gets the training's length, so it may run to the end."""
-    return SCHEDULES.get(schedule) or Row(to_end=True)
+def spec_of(schedule: str) -> ScheduleSpec:
+    """Return the spec of a schedule. A function of the user gets the training's length, so it may run to the end."""
+    return SCHEDULES.get(schedule) or ScheduleSpec(to_end=True)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from hvd_train.config.keys.config import Config
 from hvd_train.config.keys.section import FREE, OneOf
-from hvd_train.config.schedules import row_of
+from hvd_train.config.schedules import spec_of
 
 # YAML 1.1 reads 1e-5 as a text (it wants 1.0e-5); people mean a number. Such a text is quoted when it is written.
 FLOAT = "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
@@ -84,7 +84,7 @@ def digest(config: Config) -> str:
 
 def changed(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     """Return (key, old, new) of the differences that would change the numbers of a resumed run."""
-    free = set(free_keys(row_of(new.optim.schedule).to_end))
+    free = set(free_keys(spec_of(new.optim.schedule).to_end))
     before, after = dict(leaves(_dump(old))), dict(leaves(_dump(new)))
     return [
         (key, before.get(key), after.get(key))

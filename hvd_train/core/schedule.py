@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from hvd_train.config import Config, OptimConfig
-from hvd_train.config.schedules import row_of
+from hvd_train.config.schedules import spec_of
 from hvd_train.config.user_code import user_function
 from hvd_train.errors import ConfigError, named_reason
 
@@ -136,14 +136,14 @@ class Schedule:
     @property
     def by_step(self) -> bool:
         """Return whether rates follow the number of the step alone, and nothing happens at the end of an epoch."""
-        row = row_of(self.optim.schedule)
-        return self.optim.schedule_unit == "steps" or not row.units
+        spec = spec_of(self.optim.schedule)
+        return self.optim.schedule_unit == "steps" or not spec.units
 
     @property
     def counts_steps(self) -> bool:
         """Return whether rates follow the number of the run's step, and not the place in the epochs."""
-        row = row_of(self.optim.schedule)
-        from_start = not row.to_end and (row.units or not self.optim.warmup_epochs)
+        spec = spec_of(self.optim.schedule)
+        from_start = not spec.to_end and (spec.units or not self.optim.warmup_epochs)
         return self.by_step and (self.ends_at_step or from_start)
 
     @property

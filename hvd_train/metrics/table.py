@@ -20,7 +20,7 @@ LOSSES = ("cross_entropy", "mse", "mae", "huber", "bce")
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricSpec:
     """A built-in metric.
 
     ``better``: whether a smaller or a larger value is better. ``labels``: what the labels may be: numbers, classes (the
@@ -42,27 +42,27 @@ class Row:
 # "": the class or label 1 alone where there are two classes, else the mean ("macro").
 AVERAGES = {"": "", "_macro": "macro", "_micro": "micro", "_weighted": "weighted"}
 
-METRICS: dict[str, Row] = {
-    "cross_entropy": Row("min", "classes", "means:CrossEntropy"),
-    "mse": Row("min", "numbers", "means:SquaredError"),
-    "mae": Row("min", "numbers", "means:AbsoluteError"),
-    "huber": Row("min", "numbers", "means:Huber"),
-    "bce": Row("min", "numbers", "means:BinaryCrossEntropy"),
-    "mape": Row("min", "numbers", "means:PercentageError"),
-    "perplexity": Row("min", "classes", "means:Perplexity"),
-    "rmse": Row("min", "numbers", "means:RootOfSquaredError"),
-    "accuracy": Row("max", "both", "means:Accuracy"),
-    "top5": Row("max", "classes", "means:Top5"),
-    "balanced_accuracy": Row("max", "both", "counts:BalancedAccuracy"),
-    "dice": Row("max", "both", "counts:Counts", {"rate": "f1", "average": ""}),
-    "r2": Row("max", "numbers", "r2:R2"),
+METRICS: dict[str, MetricSpec] = {
+    "cross_entropy": MetricSpec("min", "classes", "means:CrossEntropy"),
+    "mse": MetricSpec("min", "numbers", "means:SquaredError"),
+    "mae": MetricSpec("min", "numbers", "means:AbsoluteError"),
+    "huber": MetricSpec("min", "numbers", "means:Huber"),
+    "bce": MetricSpec("min", "numbers", "means:BinaryCrossEntropy"),
+    "mape": MetricSpec("min", "numbers", "means:PercentageError"),
+    "perplexity": MetricSpec("min", "classes", "means:Perplexity"),
+    "rmse": MetricSpec("min", "numbers", "means:RootOfSquaredError"),
+    "accuracy": MetricSpec("max", "both", "means:Accuracy"),
+    "top5": MetricSpec("max", "classes", "means:Top5"),
+    "balanced_accuracy": MetricSpec("max", "both", "counts:BalancedAccuracy"),
+    "dice": MetricSpec("max", "both", "counts:Counts", {"rate": "f1", "average": ""}),
+    "r2": MetricSpec("max", "numbers", "r2:R2"),
     **{
-        f"{rate}{ending}": Row("max", "both", "counts:Counts", {"rate": rate, "average": average})
+        f"{rate}{ending}": MetricSpec("max", "both", "counts:Counts", {"rate": rate, "average": average})
         for rate in ("f1", "precision", "recall", "iou")
         for ending, average in AVERAGES.items()
     },
     **{
-        f"{area}{ending}": Row("max", "both", f"auc:{name}", {"average": average})
+        f"{area}{ending}": MetricSpec("max", "both", f"auc:{name}", {"average": average})
         for area, name in (("auc", "AUC"), ("average_precision", "AveragePrecision"))
         for ending, average in AVERAGES.items()
     },

@@ -19,7 +19,7 @@ from hvd_train.launch.environment import world
 from hvd_train.launch.start import launch
 from hvd_train.report.tables import table
 from hvd_train.run_folder.terminal import say
-from hvd_train.verify.difference import TOLERANCE, Row, Runs, findings, rows
+from hvd_train.verify.difference import TOLERANCE, Difference, Runs, findings, rows
 from hvd_train.verify.page import Curves, write
 from hvd_train.verify.record import Record
 
@@ -35,8 +35,8 @@ class Comparison:
     """Two worlds compared: rows in 64 bits and, row by row, in the precision of the configuration."""
 
     title: str
-    rows: list[Row]
-    native_rows: list[Row]
+    rows: list[Difference]
+    native_rows: list[Difference]
     findings: list[str]
 
 

@@ -19,7 +19,7 @@ FLOOR = 1e-4
 
 
 @dataclass(frozen=True)
-class Row:
+class Difference:
     """One compared thing: its largest relative difference, and where that is."""
 
     what: str
@@ -64,7 +64,7 @@ def farthest(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> tuple[float, s
     return float(gap[at]) / scale if scale else math.inf, f"[{', '.join(map(str, at))}]"
 
 
-def _trees(a: Tree, b: Tree) -> list[Row]:
+def _trees(a: Tree, b: Tree) -> list[Difference]:
     """Make a row for each tensor. The floor is that of its kind: the key without its last part."""
     scales: dict[str, float] = {}
     for key, x in a.items():
@@ -74,19 +74,19 @@ def _trees(a: Tree, b: Tree) -> list[Row]:
     for key in dict.fromkeys([*a, *b]):
         if key in a and key in b:
             difference, place = farthest(a[key], b[key], FLOOR * scales[key.rpartition("/")[0]])
-            result.append(Row(key, place, difference))
+            result.append(Difference(key, place, difference))
         else:
-            result.append(Row(key, "only in one of them", math.inf))
+            result.append(Difference(key, "only in one of them", math.inf))
     return result
 
 
-def rows(a: Runs, b: Runs) -> list[Row]:
+def rows(a: Runs, b: Runs) -> list[Difference]:
     """Make a row for loss, learning rate and samples, then for each tensor of the first gradient and the last state."""
     one, two = a.training, b.training
     return [
-        Row("loss", *_step(farthest(one.losses, two.losses))),
-        Row("learning rate", *_step(_rates(one, two))),
-        Row("samples", *_samples(one, two)),
+        Difference("loss", *_step(farthest(one.losses, two.losses))),
+        Difference("learning rate", *_step(_rates(one, two))),
+        Difference("samples", *_samples(one, two)),
         *_trees(a.first_gradient(), b.first_gradient()),
         *_trees(one.trees["last"], two.trees["last"]),
     ]

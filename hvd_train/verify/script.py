@@ -22,7 +22,7 @@ from hvd_train.protocol import Tree
 from hvd_train.run_folder.terminal import say
 from hvd_train.script.record import VARIABLE
 from hvd_train.verify.compare import Comparison, report_page, text
-from hvd_train.verify.difference import Row, Runs, findings, rows
+from hvd_train.verify.difference import Difference, Runs, findings, rows
 from hvd_train.verify.record import Record, samples_of, stages_of
 
 STAGES = ("first", "last", "gradient")
@@ -72,7 +72,7 @@ def _compare(one: Runs, many: Runs, norm_fix: str) -> Comparison:
     if counts[0] != counts[1]:
         what = f"the script makes {counts[1]} steps on {many.title} and {counts[0]} on {one.title}"
         fix = "ht.shard and hk.shard divide data so that both make as many"
-        return Comparison(title, [Row("steps", "-", float("inf"))] * 3, [], [f"{what}: {fix}"])
+        return Comparison(title, [Difference("steps", "-", float("inf"))] * 3, [], [f"{what}: {fix}"])
     return Comparison(title, rows(one, many), [], findings(one, many, norm_fix=norm_fix))
 
 

@@ -76,7 +76,7 @@ class ExchangeConfig(Section):
 
     def _stream_problems(self) -> list[tuple[str, str]]:
         """Return (key, what is wrong) where the parts of ``streaming`` would not follow one another."""
-        if self.mode != "streaming":
+        if "fragments" not in self.spec.options:
             return []
         interval, rest = divmod(self.outer_steps, self.fragments)
         if rest:

@@ -130,7 +130,7 @@ class NumpyFrontEnd(StateTree):
     """Softmax regression. The running statistic is a moving average of this rank's inputs; no output depends on it.
 
     ``StateTree`` has names, averages, checksums and the defaults of what a framework may leave out. ``checks``: a step
-    is left out where a gradient of some rank is not finite (``Config.checks_gradients``).
+    is left out where a gradient of some rank is not finite (``FrontEndConfig.checks_gradients``).
     """
 
     packing = Packing(bucket_bytes=1 << 20, alone_bytes=1 << 20)

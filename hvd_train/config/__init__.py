@@ -1,5 +1,6 @@
 """The configuration: typed, frozen, every key explained."""
 
+from hvd_train.config.frontend import FrontEndConfig
 from hvd_train.config.keys.checkpoint import CheckpointConfig, EarlyStoppingConfig
 from hvd_train.config.keys.config import Config
 from hvd_train.config.keys.data import DataConfig
@@ -20,6 +21,7 @@ __all__ = [
     "DataConfig",
     "EarlyStoppingConfig",
     "ExchangeConfig",
+    "FrontEndConfig",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from hvd_train.config import Config
+from hvd_train.config import FrontEndConfig
 from hvd_train.errors import ConfigError, amount
 from hvd_train.protocol import Communicator
 
@@ -25,7 +25,7 @@ def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads:
     return gpu or communicator.local_size < communicator.size or cores > threads
 
 
-def gpu_of(config: Config, communicator: Communicator, visible: int, framework: str) -> int | None:
+def gpu_of(config: FrontEndConfig, communicator: Communicator, visible: int, framework: str) -> int | None:
     """Return the GPU of this rank among the ``visible`` ones; None: it computes on the CPU.
 
     Raises ConfigError where ``device: cuda`` finds none.
@@ -38,7 +38,7 @@ def gpu_of(config: Config, communicator: Communicator, visible: int, framework: 
     return gpu_index(visible, communicator.local_rank, config.devices)
 
 
-def gpus_of(config: Config, communicator: Communicator, visible: int, framework: str) -> list[int]:
+def gpus_of(config: FrontEndConfig, communicator: Communicator, visible: int, framework: str) -> list[int]:
     """Return the GPUs of this rank, ``parallel.devices_per_rank`` of them; none: it computes on the CPU.
 
     Local rank r takes numbers k r to k r + k - 1 of the visible ones, or of ``devices``. Raises ConfigError where

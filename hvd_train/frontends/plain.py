@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.checkpoint.resume_rules import check_tree
-from hvd_train.config import Config
+from hvd_train.config import FrontEndConfig
 from hvd_train.errors import ConfigError, reason
 from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.protocol import Sample, Tree
@@ -25,7 +25,7 @@ class Trained:
     a file that can hold some; ``scale``: the meaning of the inputs' numbers.
     """
 
-    config: Config
+    config: FrontEndConfig
     arrays: Tree
     sample: Sample
     about: dict[str, str]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
-from hvd_train.config import Config, TaskConfig
+from hvd_train.config import FrontEndConfig, TaskConfig
 from hvd_train.config.names import nearest
 from hvd_train.config.user_code import PASSED_FUNCTIONS, no_function, user_module
 from hvd_train.errors import ConfigError, reason, whole_reason
@@ -54,7 +54,7 @@ PRETRAINED = (
 
 def build_model(
     zoo: str,
-    config: Config,
+    config: FrontEndConfig,
     sample: Sample,
     shape_of: Callable[[Field], tuple[int | None, ...]] = lambda field: field.model_shape,
 ) -> tuple[Any, ModuleType, dict[str, Any]]:

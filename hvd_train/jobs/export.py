@@ -11,7 +11,7 @@ from types import MappingProxyType
 from hvd_train import __version__, files
 from hvd_train.checkpoint import store
 from hvd_train.checkpoint.manifest import sample_of
-from hvd_train.config import Config
+from hvd_train.config import Config, FrontEndConfig
 from hvd_train.config.user_code import look_in
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, PYTORCH, Framework
@@ -68,7 +68,7 @@ def export(
         Session.prepare(framework.name, config.threads, verbose)
         done = getattr(importlib.import_module(framework.exporter), f"to_{to.replace('-', '_')}")(trained)
     else:
-        done = to_safetensors(trained)
+        done = to_safetensors(trained, FRAMEWORKS[config.framework].channels_first)
     _write(output, done.content)
     names_file = _names_file(output)
     if _names(trained.sample):
@@ -123,7 +123,7 @@ def _trained(config: Config, snapshot: store.Snapshot) -> Trained:
         "num_classes": str(sample.num_classes),
         **_names(sample),
     }
-    return Trained(config, arrays, sample, about, scale)
+    return Trained(FrontEndConfig.of(config), arrays, sample, about, scale)
 
 
 def _names(sample: Sample) -> dict[str, str]:
@@ -153,16 +153,15 @@ def _signature(trained: Trained, done: Exported, framework: Framework) -> str:
     return f"{''.join(inputs)}numbers {trained.scale}{result}"
 
 
-def to_safetensors(trained: Trained) -> Exported:
+def to_safetensors(trained: Trained, channels_first: bool) -> Exported:
     """Write weights and running statistics under their canonical names, without a framework."""
     from safetensors.numpy import save
 
     load = "import safetensors.numpy; weights = safetensors.numpy.load_file({path})"
     kinds = trained.inputs(trained.dtype)
-    first = FRAMEWORKS[trained.config.framework].channels_first
     # Samples are channels last: (height, width, channels). The file says how the framework that trained takes them.
     inputs = {
-        name: ((field.shape[-1], *field.shape[:-1]) if first and field.image else field.shape, kinds[name])
+        name: ((field.shape[-1], *field.shape[:-1]) if channels_first and field.image else field.shape, kinds[name])
         for name, field in trained.sample.inputs.items()
     }
     return Exported(save(trained.arrays, metadata=trained.about), load, inputs)

@@ -6,10 +6,9 @@ import platform
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 from hvd_train import __version__
-from hvd_train.config import Config, digest
+from hvd_train.config import Config, FrontEndConfig, digest
 from hvd_train.config.user_code import look_in
 from hvd_train.core.agreement import agree_on_start, collectively
 from hvd_train.data.catalog import open_data
@@ -120,7 +119,9 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
     elif config.parallel.devices_per_rank > 1:
         parts, module = config.parallel.devices_per_rank, record.placed_module()
     with noting_inputs(config, data.sample):
-        frontend = collectively(groups.world, lambda: module.open_frontend(config, groups, data.sample))
+        frontend = collectively(
+            groups.world, lambda: module.open_frontend(FrontEndConfig.of(config), groups, data.sample)
+        )
     # All that ranks must have in common. One that read other data, or another version, would train on silently.
     sizes = " + ".join(str(len(part)) for part in data.parts.values())
     config = with_classes(config, data.sample)
@@ -136,7 +137,9 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
     if parts > 1:
         from hvd_train.frontends.stages.in_blocks import InBlocks, divide
 
-        config = divide(cast(InBlocks, frontend), config, parts)
+        assert isinstance(frontend, InBlocks)
+        blocks = divide(frontend, parts, config.global_batch(groups.data.size))
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"split": blocks})})
     return Job(config, session, data, frontend, split, initialization)
 
 

@@ -201,8 +201,8 @@ class Trainable(FrontEndPart, Protocol):
     def run_queued(self) -> None: ...
 
     def finite(self) -> bool:
-        """``Config.checks_gradients``: whether those of the last step were finite on all ranks; else no weight, slot or
-        residual changed."""
+        """Return whether the gradients of the last step were finite on all ranks, with
+        ``FrontEndConfig.checks_gradients``; else no weight, slot or residual changed."""
 
     def compression_error(self, placed: Any, scale: Scale, seed: int) -> Tensor:
         """The figures of ``update/error_meter.py`` for this batch's gradient, which is then forgotten."""
@@ -245,7 +245,7 @@ class FrontEndModule(Protocol):
         """Take this rank's share of the cores; before the first tensor."""
 
     def open_frontend(self, config: Any, groups: Groups, sample: Sample) -> FrontEnd:
-        """``config``: a ``Config``, which itself asks what frameworks there are."""
+        """``config``: a ``FrontEndConfig``, whose file itself asks what frameworks there are."""
 
     def cpu_ops(self) -> Ops: ...
 

@@ -87,7 +87,7 @@ def prepared(
     """
     import importlib
 
-    from hvd_train.config import Config
+    from hvd_train.config import Config, FrontEndConfig
     from hvd_train.data.catalog import open_data
     from hvd_train.data.loader import Loader
     from hvd_train.frameworks import FRAMEWORKS
@@ -99,7 +99,7 @@ def prepared(
     held.append(data)  # as a loader of theirs would
     module = FRAMEWORKS[framework].load()
     module.configure(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    frontend = module.open_frontend(config, Groups.of(Serial()), data.sample)
+    frontend = module.open_frontend(FrontEndConfig.of(config), Groups.of(Serial()), data.sample)
     loader = Loader(data.train, global_batch=config.global_batch(RANKS), rank=rank, size=size, seed=config.seed)
     batches = []
     for step in loader.epoch(0):

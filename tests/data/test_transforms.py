@@ -10,7 +10,16 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from hvd_train.config import Config, DataConfig, TaskConfig, changed, explain, load_config, resolved_yaml
+from hvd_train.config import (
+    Config,
+    DataConfig,
+    FrontEndConfig,
+    TaskConfig,
+    changed,
+    explain,
+    load_config,
+    resolved_yaml,
+)
 from hvd_train.config.keys.transforms import TRANSFORMS
 from hvd_train.data import augment, transforms
 from hvd_train.data.catalog import open_data
@@ -261,7 +270,7 @@ def test_normalizing_on_the_device_has_numpys_bits(framework, kind):
     data = opened({"name": "normalize", "mean": mean, "std": std}, inputs=images, labels=np.arange(6))
     (batch,) = Loader(data.train, global_batch=6).evaluation()
     config = Config(framework=framework, model={"name": "mlp", "hidden": [2]}, device="cpu")
-    frontend = module(framework).open_frontend(config, Groups.of(Serial()), data.sample)
+    frontend = module(framework).open_frontend(FrontEndConfig.of(config), Groups.of(Serial()), data.sample)
     placed = frontend.to_device(batch)[0]["input"]
     if framework == "pytorch":
         placed = placed.permute(0, 2, 3, 1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvd_train.compression import make
-from hvd_train.config import Config
+from hvd_train.config import Config, FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Batch, Groups
@@ -117,7 +117,9 @@ def ranks_train(size, sync, counts, name=NORM["pytorch"], look=everything):
     def work(communicator):
         communicator = TorchThreads(communicator.world, communicator.rank) if size > 1 else Serial()
         with lock:
-            frontend = module("pytorch").open_frontend(config, Groups.of(communicator), sample_of(SHAPE, CLASSES))
+            frontend = module("pytorch").open_frontend(
+                FrontEndConfig.of(config), Groups.of(communicator), sample_of(SHAPE, CLASSES)
+            )
         Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), communicator, frontend.ops))
         for k, count in enumerate(counts):
             whole = batch(k, count, count, SHAPE)

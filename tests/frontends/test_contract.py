@@ -12,7 +12,7 @@ import pytest
 
 from hvd_train.compression import make
 from hvd_train.compression.sparse import Threshold
-from hvd_train.config import Config
+from hvd_train.config import Config, FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.metrics.metric import LabelForm, Predictions
@@ -62,7 +62,9 @@ def opened(
     known = framework if framework in FRAMEWORKS else "pytorch"  # of a configuration
     settings = {"framework": known, "model": model or {"name": "mlp", "hidden": [5]}, "optim": optim}
     config = Config.model_validate({"precision": 64, "device": "cpu"} | settings | keys)
-    frontend = module(framework).open_frontend(config, Groups.of(Serial()), sample_of(shape, CLASSES))
+    frontend = module(framework).open_frontend(
+        FrontEndConfig.of(config), Groups.of(Serial()), sample_of(shape, CLASSES)
+    )
     parts = frontend.specs(), frontend.packing, compressor or make("none"), frontend.groups.data, frontend.ops
     if connect:
         Replicated(frontend, wrap(Exchange(*parts, small=0)))
@@ -670,7 +672,9 @@ def two_inputs(dtype="int32", names=("tokens", "image")):
 
 def open_two(framework, sample, **options):
     settings = {"framework": framework, "model": {"name": TWO[framework]} | options, "precision": 64, "device": "cpu"}
-    frontend = module(framework).open_frontend(Config.model_validate(settings), Groups.of(Serial()), sample)
+    frontend = module(framework).open_frontend(
+        FrontEndConfig.of(Config.model_validate(settings)), Groups.of(Serial()), sample
+    )
     Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
     return frontend
 
@@ -698,7 +702,7 @@ def test_images_come_out_as_they_went_in():
     for framework in FRAMEWORKS:
         settings = {"framework": framework, "model": {"name": "autoencoder", "hidden": [5]}, "task": {"loss": "mse"}}
         config = Config.model_validate(settings | {"precision": 64, "device": "cpu"})
-        frontend = module(framework).open_frontend(config, Groups.of(Serial()), sample)
+        frontend = module(framework).open_frontend(FrontEndConfig.of(config), Groups.of(Serial()), sample)
         Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
         found.append(frontend.predict(frontend.to_device(one)))
         loss = frontend.task.results(frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(one))))["loss"]
@@ -712,7 +716,9 @@ def open_plain(framework, field, model, label=None, **keys):
     sizes = {"thin": {"depth": 2}, "mlp": {"hidden": [5]}, "autoencoder": {"hidden": [5]}}
     named = {"name": model} | sizes.get(model, {})
     settings = {"framework": framework, "model": named, "precision": 64, "device": "cpu"}
-    frontend = module(framework).open_frontend(Config.model_validate(settings | keys), Groups.of(Serial()), sample)
+    frontend = module(framework).open_frontend(
+        FrontEndConfig.of(Config.model_validate(settings | keys)), Groups.of(Serial()), sample
+    )
     Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
     return frontend
 
@@ -830,10 +836,10 @@ def test_a_checkpoint_needs_no_pretrained_file(monkeypatch, tmp_path, framework)
         )
         config = config.restoring() if restores else config
         if fix is None:
-            module(framework).open_frontend(config, Groups.of(Serial()), sample_of(SHAPE, CLASSES))
+            module(framework).open_frontend(FrontEndConfig.of(config), Groups.of(Serial()), sample_of(SHAPE, CLASSES))
             continue
         with pytest.raises(ConfigError, match=fix) as caught:
-            module(framework).open_frontend(config, Groups.of(Serial()), sample_of(SHAPE, CLASSES))
+            module(framework).open_frontend(FrontEndConfig.of(config), Groups.of(Serial()), sample_of(SHAPE, CLASSES))
         assert "the model cannot be built: [Errno 2]" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -874,7 +880,9 @@ def task_run(framework, task, kind):
         "device": "cpu",
         "task": task,
     }
-    frontend = module(framework).open_frontend(Config.model_validate(settings), Groups.of(Serial()), sample)
+    frontend = module(framework).open_frontend(
+        FrontEndConfig.of(Config.model_validate(settings)), Groups.of(Serial()), sample
+    )
     Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
     load(
         frontend,

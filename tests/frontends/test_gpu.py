@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hvd_train.config import Config
+from hvd_train.config import Config, FrontEndConfig
 from hvd_train.frontends.pytorch import model as pytorch
 from hvd_train.frontends.pytorch.buckets import dense
 from hvd_train.frontends.pytorch.communicator import HorovodTorch
@@ -102,5 +102,5 @@ def test_a_front_end_says_how_its_kernels_lie(model, axes):
     small = {"width": 4, "blocks": [1]} if model == "resnet" else {}
     config = Config.model_validate({"model": {"name": model, **small}, "device": "cpu"})
     sample = Sample({"input": Field((8, 8, 3), "float32")}, {"label": Field((), "int64", classes=3)})
-    frontend = pytorch.open_frontend(config, Groups.of(Serial()), sample)
+    frontend = pytorch.open_frontend(FrontEndConfig.of(config), Groups.of(Serial()), sample)
     assert frontend.axes == axes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hvd_train.compression import make
-from hvd_train.config import Config
+from hvd_train.config import Config, FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.pytorch import model as pt
 from hvd_train.frontends.serial import Serial
@@ -32,7 +32,7 @@ def trained(overlap, model="tests.own_models:checkpointed", packing=pt.PyTorchFr
     exchange = {"overlap": overlap}
     settings = {"framework": "pytorch", "model": {"name": model}, "optim": {"lr": 0.1}, "exchange": exchange}
     config = Config.model_validate({"precision": 64, "device": "cpu"} | settings)
-    frontend = pt.open_frontend(config, Groups.of(Hosts()), sample_of(SHAPE, CLASSES))
+    frontend = pt.open_frontend(FrontEndConfig.of(config), Groups.of(Hosts()), sample_of(SHAPE, CLASSES))
     Replicated(frontend, Exchange(frontend.specs(), packing, make("none"), frontend.groups.data, frontend.ops))
     early = []
     sent = frontend._sent
@@ -79,7 +79,7 @@ def test_auto_overlaps_elsewhere():
 def test_every_layer_trains_whoever_had_it_evaluate():
     """``train()`` is called only where it is needed: after an evaluation, and after a hook left a layer in eval."""
     config = Config.model_validate({"precision": 64, "device": "cpu", "model": {"name": "mlp", "hidden": [4]}})
-    frontend = pt.open_frontend(config, Groups.of(Serial()), sample_of(SHAPE, CLASSES))
+    frontend = pt.open_frontend(FrontEndConfig.of(config), Groups.of(Serial()), sample_of(SHAPE, CLASSES))
     parts = frontend.specs(), frontend.packing, make("none"), frontend.groups.data, frontend.ops
     Replicated(frontend, Exchange(*parts))
     placed, layers = frontend.to_device(batch(0)), list(frontend.model.modules())

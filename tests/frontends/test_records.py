@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvd_train.config import explain, load_config
+from hvd_train.config import FrontEndConfig, explain, load_config
 from hvd_train.data.catalog import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, fast_import
@@ -80,7 +80,7 @@ def test_numpy_trains_evaluates_predicts_and_resumes_by_the_command_line(tmp_pat
 def test_what_numpy_has_not_is_refused(monkeypatch, key):
     monkeypatch.setitem(FRAMEWORKS, "numpy", numpy_ranks.NUMPY)
     with pytest.raises(ConfigError, match=key.partition("=")[0]):
-        numpy_frontend.open_frontend(load_config(None, [*SETS, key]), Groups.of(Serial()), None)
+        numpy_frontend.open_frontend(FrontEndConfig.of(load_config(None, [*SETS, key])), Groups.of(Serial()), None)
 
 
 def test_two_ranks_of_numpy_train_as_one(tmp_path):

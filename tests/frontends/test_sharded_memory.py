@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from hvd_train.compression import make
-from hvd_train.config import Config
+from hvd_train.config import Config, FrontEndConfig
 from hvd_train.frontends.horovod import RankParts
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Groups
@@ -53,7 +53,7 @@ def test_gradients_are_gone_when_weights_are_gathered(accumulated):
     before = live_bytes()
     settings = {"precision": 64, "device": "cpu", "model": {"name": "mlp", "hidden": [1024, 1024, 1024]}}
     config = Config.model_validate(settings | {"optim": {"lr": 0.1, "momentum": 0.9, "sharded": True}})
-    frontend = pytorch.open_frontend(config, Groups.of(Twin()), sample_of(SHAPE, CLASSES))
+    frontend = pytorch.open_frontend(FrontEndConfig.of(config), Groups.of(Twin()), sample_of(SHAPE, CLASSES))
     parts = frontend.specs(), frontend.packing, make("none"), frontend.groups.data, frontend.ops
     exchange = Exchange(*parts, small=0)
     frontend.groups.data.entries = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvd_train.compression import make
-from hvd_train.config import Config, TaskConfig
+from hvd_train.config import Config, FrontEndConfig, TaskConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Batch, Groups
@@ -40,7 +40,7 @@ def opened(framework, model, shape, classes, **keys):
     config = Config.model_validate(settings | keys)
     tokens = model["name"] == "gpt"
     sample = sample_of(shape, classes, "int32", shape) if tokens else sample_of(shape, classes)
-    frontend = module(framework).open_frontend(config, Groups.of(Serial()), sample)
+    frontend = module(framework).open_frontend(FrontEndConfig.of(config), Groups.of(Serial()), sample)
     parts = frontend.specs(), frontend.packing, make("none"), frontend.groups.data, frontend.ops
     Replicated(frontend, Exchange(*parts))
     return frontend
@@ -59,7 +59,7 @@ def batch(shape, classes, seed=0, count=ROWS):
 
 def training_logits(frontend, placed):
     inputs = placed[0]["input"]
-    if frontend.config.framework == "pytorch":
+    if hasattr(frontend.model, "train"):  # PyTorch
         return frontend.ops.to_numpy(frontend.model.train()(inputs))
     frontend._batchnorm.weights = placed[2]  # as a step does while it is traced
     return frontend.ops.to_numpy(frontend.model(inputs, training=True))

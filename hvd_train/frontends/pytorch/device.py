@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from hvd_train.config import Config
+from hvd_train.config import FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.devices import gpus_of
 from hvd_train.protocol import Communicator
@@ -15,9 +15,9 @@ from hvd_train.protocol import Communicator
 MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
-def mixed_context(config: Config, device: torch.device) -> AbstractContextManager:
+def mixed_context(precision: str, device: torch.device) -> AbstractContextManager:
     """Return the context of forward passes: most arithmetic in 16 bits, or as the weights are."""
-    dtype = MIXED.get(config.precision)
+    dtype = MIXED.get(precision)
     if dtype is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
         what = f"{torch.cuda.get_device_name(device)} has no bfloat16"
         raise ConfigError(what, where="precision: bf16-mixed", fix="set precision: 16-mixed or 32")
@@ -36,7 +36,7 @@ def seeder(device: torch.device) -> Callable[[int], object]:
     return lambda seed: (seed_cpu(seed), seed_gpu(seed))
 
 
-def devices_of(config: Config, communicator: Communicator) -> list[torch.device]:
+def devices_of(config: FrontEndConfig, communicator: Communicator) -> list[torch.device]:
     """Return the devices of this rank, ``parallel.devices_per_rank`` of them: GPUs, or the CPU in place of each."""
     indices = gpus_of(config, communicator, torch.cuda.device_count() if torch.cuda.is_available() else 0, "PyTorch")
     if not indices:

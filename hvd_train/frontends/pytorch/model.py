@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_train.config import Config
+from hvd_train.config import FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import StateTree
@@ -55,13 +55,13 @@ IN_TRAINING = attrgetter("training")
 class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
     packing = Packing(bucket_bytes=4 << 20, alone_bytes=4 << 20)
 
-    def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
+    def __init__(self, config: FrontEndConfig, groups: Groups, sample: Sample) -> None:
         self.config, self.groups, self._sample = config, groups, sample
         self.device, *_ = self.devices = devices_of(config, groups.world)  # the first one has all but layers
         self.ops = TorchOps(self.device)
         self.dtype = DTYPES.get(config.precision, torch.float32)
         self.task = Task(config.task, sample, self.ops)
-        self._mixed = mixed_context(config, self.device)
+        self._mixed = mixed_context(config.precision, self.device)
         # Each number is taken to the device once: that waits until a GPU has nothing left to do.
         self._tensor_of = cache(partial(torch.tensor, device=self.device))
         torch.manual_seed(config.seed)
@@ -72,7 +72,9 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         # Before batch normalization is prepared: a lazy one becomes another class.
         if lazy(model):
             self._take_shapes()
-        self._batchnorm = batchnorm.prepare(model, groups.data, self.ops, config.sync_batchnorm, bool(config.swa))
+        self._batchnorm = batchnorm.prepare(
+            model, groups.data, self.ops, config.sync_batchnorm, config.gathers_statistics
+        )
         table = canonical_table(module, model)
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)
@@ -220,7 +222,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         self._gathered: dict[int, torch.Tensor] = {}
         self._finite, self._arrivals = True, Counter[int]()
         # None: the first step shows whether a part of backward runs twice (reentrant checkpointing of shared layers).
-        self._overlapping = None if (overlap := self._overlap()) and self.config.exchange.overlap == "auto" else overlap
+        self._overlapping = None if (overlap := self._overlap()) and self.config.overlap == "auto" else overlap
         for handle in self._handles:
             handle.remove()
         self._handles = [
@@ -234,7 +236,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         if self.config.checks_gradients or self.update.delay:
             return False
         gpu = self.device.type == "cuda"
-        return overlaps(self.config.exchange.overlap, self.groups.data, gpu, torch.get_num_threads())
+        return overlaps(self.config.overlap, self.groups.data, gpu, torch.get_num_threads())
 
     def _arrived(self, i: int) -> None:
         """Note that gradient ``i`` is final; the last one of a bucket starts the exchange."""

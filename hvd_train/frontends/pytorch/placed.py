@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
-from hvd_train.config import Config
+from hvd_train.config import FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.pytorch.blocks import blocks_of
 from hvd_train.frontends.pytorch.in_blocks import PyTorchInBlocks
@@ -23,7 +23,7 @@ from hvd_train.protocol import Groups, Sample
 class PlacedPyTorch(Placed, PyTorchInBlocks):
     """Autograd brings the gradients back to their devices. They are exchanged on the first one."""
 
-    def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
+    def __init__(self, config: FrontEndConfig, groups: Groups, sample: Sample) -> None:
         super().__init__(config, groups, sample)
         if len(set(self.devices)) > 1:
             self._seed = self._seed_devices
@@ -100,5 +100,5 @@ def _with_copies(
     return functional_call(block, {name: one.to(device) for name, one in tied.items()}, x, named)
 
 
-def open_frontend(config: Config, groups: Groups, sample: Sample) -> PlacedPyTorch:
+def open_frontend(config: FrontEndConfig, groups: Groups, sample: Sample) -> PlacedPyTorch:
     return PlacedPyTorch(config, groups, sample)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvd_train.config import Config
+from hvd_train.config import FrontEndConfig
 from hvd_train.frontends.pytorch.blocks import blocks_of
 from hvd_train.frontends.pytorch.in_blocks import PyTorchInBlocks
 from hvd_train.frontends.pytorch.model import IN_TRAINING
@@ -30,7 +30,7 @@ def block_seed(seed: int, number: int) -> int:
 
 
 class StagedPyTorch(Staged, PyTorchInBlocks):
-    def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
+    def __init__(self, config: FrontEndConfig, groups: Groups, sample: Sample) -> None:
         super().__init__(config, groups, sample)
         self._begin_stages(groups.links)
         self._blocks = blocks_of(self.model, self._module, config.model.name)
@@ -104,5 +104,5 @@ class StagedPyTorch(Staged, PyTorchInBlocks):
         return self.ops.from_numpy(self.links.sum(self.ops.to_numpy(x), stages, word))
 
 
-def open_frontend(config: Config, groups: Groups, sample: Sample) -> StagedPyTorch:
+def open_frontend(config: FrontEndConfig, groups: Groups, sample: Sample) -> StagedPyTorch:
     return StagedPyTorch(config, groups, sample)

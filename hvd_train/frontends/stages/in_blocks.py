@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.config import Config
+from hvd_train.config import FrontEndConfig
 from hvd_train.core.agreement import collectively
 from hvd_train.data.order import share
 from hvd_train.errors import ConfigError, amount, reason
@@ -30,7 +30,7 @@ class InBlocks(StateTree):
     PART = "stage"
     KEY = "parallel.pipeline"
     UNTAKEN: tuple[type[Exception], ...]  # what a block raises that does not take its input
-    config: Config
+    config: FrontEndConfig
     _blocks: Sequence[Any]
     stage_table = ""
     _sample: Sample
@@ -102,31 +102,30 @@ class InBlocks(StateTree):
         return holders
 
 
-def check_count(config: Config, blocks: int, parts: int, part: str, key: str) -> None:
-    """Raise ConfigError if there are more parts than blocks, or ``parallel.split`` does not count all blocks."""
-    wanted = config.parallel.split
+def check_count(wanted: Sequence[int] | str, blocks: int, parts: int, part: str, key: str) -> None:
+    """Raise ConfigError if there are more parts than blocks, or ``wanted``, the split, does not count all blocks."""
     if blocks < parts:
         what = f"{amount(parts, part)} for {amount(blocks, 'block')}"
         raise ConfigError(what, where=f"{key}: {parts}", fix=f"set {key} to at most {blocks}")
-    if wanted != "auto" and sum(wanted) != blocks:
+    if not isinstance(wanted, str) and sum(wanted) != blocks:
         what = f"{sum(wanted)} blocks, and the model has {blocks}"
         raise ConfigError(what, where=f"parallel.split: {wanted}", fix="count them all")
 
 
-def divide(frontend: InBlocks, config: Config, parts: int) -> Config:
-    """Divide the model, which each rank has built whole, into ``parts``; return the configuration with the split.
+def divide(frontend: InBlocks, parts: int, global_batch: int) -> list[int]:
+    """Divide the model, which each rank has built whole, into ``parts``; return how many blocks each has.
 
-    All ranks call it. Rank 0 measures.
+    All ranks call it. Rank 0 measures, with its share of ``global_batch`` samples.
     """
-    world, wanted = frontend.groups.world, config.parallel.split
+    config, world = frontend.config, frontend.groups.world
+    wanted = config.parallel.split
 
     def measured() -> tuple[list[Cost], list[int]]:
         frontend.check_blocks()
         names = frontend._names_of_blocks()
-        check_count(config, len(names), parts, frontend.PART, frontend.KEY)
+        check_count(wanted, len(names), parts, frontend.PART, frontend.KEY)
         if world.rank:
             return [], []
-        global_batch = config.global_batch(frontend.groups.data.size)
         rows = share(share(global_batch, config.micro_batches, 0)[1], frontend.groups.data.size, 0)[1]
         costs = frontend.costs(tiled(made_up(frontend._sample), rows))
         live = config.parallel.pipeline  # micro-batches whose activations are kept
@@ -137,7 +136,7 @@ def divide(frontend: InBlocks, config: Config, parts: int) -> Config:
     split = json.loads(world.broadcast_bytes(json.dumps(split).encode()))
     collectively(world, lambda: frontend.take_split(split))
     frontend.stage_table = listed(costs, split, frontend.PART) if costs else ""
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"split": split})})
+    return split
 
 
 def tiled(batch: Batch, rows: int) -> Batch:

@@ -35,8 +35,8 @@ class Placed(InBlocks):
         """Place the blocks by the bytes of their weights, before anything is measured: one device may be too small."""
         parts = self.config.parallel.devices_per_rank
         names = self._names_of_blocks()
-        check_count(self.config, len(names), parts, self.PART, self.KEY)
         split = self.config.parallel.split
+        check_count(split, len(names), parts, self.PART, self.KEY)
         self.take_split(balanced([(self._sum(x),) for x in names], parts) if split == "auto" else split)
 
     def _sum(self, names: set[str]) -> float:

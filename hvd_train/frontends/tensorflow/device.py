@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import tensorflow as tf
 
-from hvd_train.config import Config
+from hvd_train.config import FrontEndConfig
 from hvd_train.frontends.devices import gpus_of
 from hvd_train.protocol import Communicator
 
@@ -14,7 +14,7 @@ DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
 MIXED = {"16-mixed": "mixed_float16", "bf16-mixed": "mixed_bfloat16"}
 
 
-def devices_of(config: Config, communicator: Communicator) -> list[str]:
+def devices_of(config: FrontEndConfig, communicator: Communicator) -> list[str]:
     """Return the devices of this rank, ``parallel.devices_per_rank`` of them."""
     gpus = tf.config.list_physical_devices("GPU")
     indices = gpus_of(config, communicator, len(gpus), "TensorFlow")

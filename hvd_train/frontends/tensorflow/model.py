@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_train.config import Config
+from hvd_train.config import FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends.base import StateTree
@@ -62,7 +62,7 @@ from hvd_train.task.task import Task
 class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
     _cuts_padding = False
 
-    def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
+    def __init__(self, config: FrontEndConfig, groups: Groups, sample: Sample) -> None:
         self.config, self.groups = config, groups
         self.packing, self._sample = packing(groups.data), sample
         self._ragged = any(field.ragged for field in sample.inputs.values())
@@ -90,7 +90,9 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         if dtype != self.dtype:
             fix = f"build it in a function, or after keras.config.set_dtype_policy('{self.dtype}')"
             raise ConfigError(f"the model's weights are {dtype}", where=f"precision: {config.precision}", fix=fix)
-        self._batchnorm = batchnorm.prepare(self.model, groups.data, self.ops, config.sync_batchnorm, bool(config.swa))
+        self._batchnorm = batchnorm.prepare(
+            self.model, groups.data, self.ops, config.sync_batchnorm, config.gathers_statistics
+        )
         table = canonical_table(module, self.model)
         of_model = by_path(self.model.variables, config.model.name)
         self._trainable = {path: v for path, v in of_model.items() if v.trainable}
@@ -157,7 +159,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         return optimizer
 
     def connect_sharded(self, update: DividedUpdate) -> ShardedOptimizer:
-        check_constraints(self.config, self._moved)
+        check_constraints(self._moved, self.config.averages_weights)
         with tf.device(self._device):
             self._common = CommonWeights(self._memory, self._moved.values()) if self._memory else None
             optimizer = ShardedOptimizer(self.config.optim, self._moved, self.layouts, update, self._common)
@@ -167,7 +169,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
     def _connect(self, update: StepUpdate) -> None:
         self.update = update
         threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
-        self._overlap = overlaps(self.config.exchange.overlap, self.groups.data, self._device != "/CPU:0", threads)
+        self._overlap = overlaps(self.config.overlap, self.groups.data, self._device != "/CPU:0", threads)
         with tf.device(self._device):
             accumulated = self._moved.values() if self.config.micro_batches > 1 else ()
             self._accumulated = [zeros_where(v) for v in accumulated]
@@ -424,7 +426,7 @@ def configure(threads: int) -> None:
         tf.config.threading.set_inter_op_parallelism_threads(threads)
 
 
-def open_frontend(config: Config, groups: Groups, sample: Sample) -> TensorFlowFrontEnd:
+def open_frontend(config: FrontEndConfig, groups: Groups, sample: Sample) -> TensorFlowFrontEnd:
     return TensorFlowFrontEnd(config, groups, sample)
 
 

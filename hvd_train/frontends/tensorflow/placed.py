@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_train.config import Config
+from hvd_train.config import FrontEndConfig
 from hvd_train.frontends.stages.placed import Placed
 from hvd_train.frontends.tensorflow.blocks import blocks_of
 from hvd_train.frontends.tensorflow.in_blocks import TensorFlowInBlocks, run
@@ -25,7 +25,7 @@ class PlacedTensorFlow(Placed, TensorFlowInBlocks):
 
     _blocks: Sequence[keras.layers.Layer] = ()
 
-    def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
+    def __init__(self, config: FrontEndConfig, groups: Groups, sample: Sample) -> None:
         super().__init__(config, groups, sample)
         self.devices = self._devices
         self._blocks = blocks_of(self.model, self._module, config.model.name)
@@ -88,5 +88,5 @@ class PlacedTensorFlow(Placed, TensorFlowInBlocks):
         return [totals[path] for path in self._trainable], sums
 
 
-def open_frontend(config: Config, groups: Groups, sample: Sample) -> PlacedTensorFlow:
+def open_frontend(config: FrontEndConfig, groups: Groups, sample: Sample) -> PlacedTensorFlow:
     return PlacedTensorFlow(config, groups, sample)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvd_train.config import Config, OptimConfig
+from hvd_train.config import OptimConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.named_arrays import Layout
 from hvd_train.frontends.sharded_slots import ShardedSlots
@@ -151,13 +151,13 @@ class ShardedOptimizer(ShardedSlots):
         return native
 
 
-def check_constraints(config: Config, trainable: Mapping[str, Any]) -> None:
+def check_constraints(trainable: Mapping[str, Any], averages: bool) -> None:
     """Raise ConfigError where averages of this rank's parts would be those of weights before their constraint.
 
     A constraint looks at whole tensors, which a rank has when all parts have come, after its averages have moved.
     """
     constrained = next((path for path, v in trainable.items() if v.constraint is not None), "")
-    if constrained and (config.ema or config.swa or config.optim.schedule_free):
+    if constrained and averages:
         what = f"{constrained} has a constraint, which averages of parts of the weights would not know"
         fix = "leave optim.sharded out, or the average of the weights"
         raise ConfigError(what, where="optim.sharded", fix=fix, common=True)

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_train.config import Config
+from hvd_train.config import FrontEndConfig
 from hvd_train.errors import TrainError
 from hvd_train.frontends.stages.frontend import Micro, Staged
 from hvd_train.frontends.stages.links import Message
@@ -53,7 +53,7 @@ class Chain:
 
 
 class StagedTensorFlow(Staged, TensorFlowInBlocks):
-    def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
+    def __init__(self, config: FrontEndConfig, groups: Groups, sample: Sample) -> None:
         super().__init__(config, groups, sample)
         self._begin_stages(groups.links)
         self._blocks = blocks_of(self.model, self._module, config.model.name)
@@ -174,5 +174,5 @@ class StagedTensorFlow(Staged, TensorFlowInBlocks):
         return total
 
 
-def open_frontend(config: Config, groups: Groups, sample: Sample) -> StagedTensorFlow:
+def open_frontend(config: FrontEndConfig, groups: Groups, sample: Sample) -> StagedTensorFlow:
     return StagedTensorFlow(config, groups, sample)

@@ -1,0 +1,61 @@
+"""The part of the configuration that a front-end gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hvd_train.config.keys.config import Config
+from hvd_train.config.keys.model import ModelConfig
+from hvd_train.config.keys.optim import OptimConfig
+from hvd_train.config.keys.parallel import ParallelConfig
+from hvd_train.config.keys.task import TaskConfig
+
+
+@dataclass(frozen=True)
+class FrontEndConfig:
+    """What decides the model, its arithmetic, its device and its optimizer. Most names are keys of the configuration.
+
+    ``restores``: all weights come from a checkpoint. ``overlap``: whether gradients travel within backward.
+    ``micro_batches``: parts of a step's batch. ``checks_gradients``: a step is left out where a gradient of some rank
+    is not finite. ``averages_weights``: averages of the weights are kept. ``gathers_statistics``: those of batch
+    normalization are gathered for these averages.
+    """
+
+    model: ModelConfig
+    task: TaskConfig
+    optim: OptimConfig
+    parallel: ParallelConfig
+    precision: str
+    seed: int
+    device: str
+    devices: list[int] | None
+    sync_batchnorm: bool
+    steps_per_execution: int | Literal["auto"]
+    restores: bool
+    overlap: bool | Literal["auto"]
+    micro_batches: int
+    checks_gradients: bool
+    averages_weights: bool
+    gathers_statistics: bool
+
+    @classmethod
+    def of(cls, config: Config) -> FrontEndConfig:
+        return cls(
+            config.model,
+            config.task,
+            config.optim,
+            config.parallel,
+            config.precision,
+            config.seed,
+            config.device,
+            config.devices,
+            config.sync_batchnorm,
+            config.steps_per_execution,
+            config.restores,
+            config.exchange.overlap,
+            config.micro_batches,
+            config.checks_gradients,
+            averages_weights=bool(config.ema or config.swa or config.optim.schedule_free),
+            gathers_statistics=bool(config.swa),
+        )

@@ -54,7 +54,7 @@ def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0
 
     # In shared memory, what a hook does to the weights on each of N ranks would be done N times.
     update = make_update(options, frontend, build, Serial(), config.update_spec, share_memory=not user_hooks)
-    return averaged(config, update), compression
+    return averaged(config, update, frontend), compression
 
 
 def _freeze(job: Job, epoch: int) -> list[Rule]:

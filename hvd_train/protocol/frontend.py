@@ -121,7 +121,7 @@ class StatisticsGathering(RunningStatistics, Protocol):
         """Give the layers the statistics of all samples since ``begin_statistics``."""
 
 
-class Parameters(Model, RunningStatistics, Protocol):
+class Parameters(Model, Protocol):
     """The trainable tensors as an update moves them: in flat buckets, between steps or within one that is traced."""
 
     packing: Packing

@@ -20,7 +20,7 @@ from hvd_train.core.mean import differing, mean
 from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, amount
 from hvd_train.frontends.base import checksum
 from hvd_train.frontends.serial import Serial
-from hvd_train.protocol import Communicator, FrontEnd, Groups, Ops, Packing, Placement, Tensor, TensorSpec, Tree
+from hvd_train.protocol import Communicator, Groups, Ops, Packing, Placement, Tensor, TensorSpec, Tree
 from hvd_train.script.record import recording
 from hvd_train.script.world import NamedTransfers
 from hvd_train.update import make_update
@@ -30,7 +30,7 @@ from hvd_train.update.state import read
 from hvd_train.update.streaming import PART
 
 DIGESTS = 1 << 20  # of weights: their squares and the sums of these are exact in 64 bits
-# FrontEnd.in_background
+# Parameters.in_background
 InBackground = Callable[[Callable[..., Any], Callable[[Any], Any]], Callable[..., Callable[[], Any]]]
 FIX = "lower the learning rate, clip gradients, or look for NaN in the data"
 
@@ -44,10 +44,7 @@ class Variable(NamedTuple):
 
 
 class ScriptWeights:
-    """The weights of a script's model, as the front-end and the optimizer of an update.
-
-    The user's optimizer moves them and keeps its slots.
-    """
+    """The weights of a script's model, as the ``Parameters`` of an update."""
 
     def __init__(
         self,
@@ -63,14 +60,13 @@ class ScriptWeights:
         self._specs = [
             TensorSpec(v.name, tuple(x.shape), ops.dtype(x)) for v, x in zip(self.variables, tensors, strict=True)
         ]
-        self._buckets: list[list[int]] = []
 
     def specs(self) -> list[TensorSpec]:
         return self._specs
 
-    def connect(self, update: Any) -> ScriptWeights:
-        self._buckets = [list(members) for members in update.buckets]
-        return self
+    def connect(self, update: Any) -> ScriptOptimizer:
+        self._optimizer = ScriptOptimizer(self, update.buckets)
+        return self._optimizer
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function
@@ -82,38 +78,52 @@ class ScriptWeights:
         """Nothing is traced."""
 
     def flat_weights(self) -> list[Tensor]:
-        return [self.weights(b) for b in range(len(self._buckets))]
+        return [self._optimizer.weights(b) for b in range(len(self._optimizer.buckets))]
 
-    def weights(self, bucket: int) -> Tensor:
-        """Return (n,): a copy of the weights of a bucket."""
-        return self.ops.concat([self.ops.reshape(self.variables[i].read(), (-1,)) for i in self._buckets[bucket]])
+    def state(self, into: Tree | None = None) -> Tree:
+        return {name: read() for name, read in self.views()}
 
-    def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
-        raise NotImplementedError  # the user's optimizer moves the weights
-
-    def take(self, bucket: int, weights: Tensor) -> None:
-        members = self._buckets[bucket]
-        parts = self.ops.split(weights, [self._specs[i].size for i in members])
-        for i, part in zip(members, parts, strict=True):
-            self.variables[i].write(self.ops.reshape(part, self._specs[i].shape))
-
-    def state(self) -> Tree:
-        return {f"weights/{v.name}": self.ops.to_numpy(v.read()) for v in self.variables}
+    def views(self) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+        for v in self.variables:
+            yield f"weights/{v.name}", lambda v=v: self.ops.to_numpy(v.read())  # type: ignore[misc]
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        """Take weights; also called for slots, which the user's optimizer has."""
         for v in self.variables:
             if (x := tree.get(f"weights/{v.name}")) is not None:
                 v.write(self.ops.from_numpy(x))
-
-    def views(self) -> Iterable[Any]:
-        return ()
 
     def to_canonical(self, name: str, stored: np.ndarray) -> np.ndarray:
         return stored
 
     def to_stored(self, name: str, canonical: np.ndarray) -> np.ndarray:
         return canonical
+
+
+class ScriptOptimizer:
+    """The user's optimizer, as that of an update. The script takes its steps, and keeps its slots."""
+
+    def __init__(self, model: ScriptWeights, buckets: Sequence[Sequence[int]]) -> None:
+        self._model, self.buckets = model, buckets
+
+    def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
+        raise NotImplementedError
+
+    def weights(self, bucket: int) -> Tensor:
+        return self._model.ops.concat(self.parts(bucket))
+
+    def parts(self, bucket: int) -> list[Tensor]:
+        return [self._model.ops.reshape(self._model.variables[i].read(), (-1,)) for i in self.buckets[bucket]]
+
+    def take(self, bucket: int, weights: Tensor) -> None:
+        ops, specs, members = self._model.ops, self._model.specs(), self.buckets[bucket]
+        for i, part in zip(members, ops.split(weights, [specs[i].size for i in members]), strict=True):
+            self._model.variables[i].write(ops.reshape(part, specs[i].shape))
+
+    def views(self) -> Iterable[tuple[str, Callable[[], np.ndarray]]]:
+        return ()
+
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        """There are no slots to take."""
 
 
 class LocalTraining:
@@ -137,7 +147,6 @@ class LocalTraining:
         self._weights, self._statistics, self._ops = weights, list(statistics), weights.ops
         # ``communicator`` without a model's names: for bytes.
         self._communicator, self._size, self.where = communicator, communicator.size, f"{where}(mode=...)"
-        frontend = cast(FrontEnd, weights)
         compressor = make(
             options.compression, communicator.size, communicator.rank, **options.options(options.compression)
         )
@@ -145,7 +154,7 @@ class LocalTraining:
         def build(over: Communicator) -> Exchange:
             return Exchange(weights.specs(), weights.packing, compressor, over, weights.ops)
 
-        update = make_update(options, frontend, build, Serial())
+        update = make_update(options, weights, build, Serial())
         assert isinstance(update, Outer)  # or a subclass: ``exchange_options`` lets nothing else through
         self.update: Outer = update
         self._step = 0  # since all ranks had the same weights

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from hvd_train.config import Config
-from hvd_train.protocol import EXCHANGE_PREFIX, Entry, Placement, Tensor, Tree, Update
+from hvd_train.protocol import EXCHANGE_PREFIX, Entry, Placement, RunningStatistics, Tensor, Tree, Update
 from hvd_train.update.ema import ExponentialMean
 from hvd_train.update.epoch_mean import EpochMean
 from hvd_train.update.replicated import STATISTICS, TRAINING, Replicated
@@ -24,8 +24,10 @@ class AveragedUpdate:
     A checkpoint has the average as the weights, and beside it those that training goes on with.
     """
 
-    def __init__(self, update: Replicated, make: Callable[[Replicated], WeightAverage]) -> None:
-        self.update, self._frontend, self._moved = update, update.frontend, update.moved
+    def __init__(
+        self, update: Replicated, make: Callable[[Replicated], WeightAverage], model: RunningStatistics
+    ) -> None:
+        self.update, self._model, self._moved = update, model, update.moved
         self.average = make(update)
         update.move = self.average.step
         self._weights: list[Tensor] = []  # this rank's weights, while the model has the average
@@ -43,7 +45,7 @@ class AveragedUpdate:
         return not self.average.ready or bool(self._weights)
 
     def end_epoch(self, epoch: int, epochs: int) -> None:
-        self._frontend.run_queued()
+        self.update.frontend.run_queued()
         self.average.end_epoch(epoch, epochs)
 
     def end_training(self) -> bool:
@@ -58,9 +60,9 @@ class AveragedUpdate:
 
     def take_global_weights(self) -> None:
         if self.average.ready:
-            self._frontend.run_queued()
+            self.update.frontend.run_queued()
             if self.average.needs_statistics:
-                self._frontend.average_statistics()  # as for a checkpoint: a run that goes on from it has these
+                self._model.average_statistics()  # as for a checkpoint: a run that goes on from it has these
             self._weights = self._moved.read()
             self._moved.write(self.average.global_weights())
             self._exchange_statistics()
@@ -74,8 +76,8 @@ class AveragedUpdate:
     def _exchange_statistics(self) -> None:
         """Give the model the running statistics that belong to its weights, where these were kept."""
         if self._statistics:
-            here = self._frontend.running_statistics()
-            self._frontend.load(self._statistics)
+            here = self._model.running_statistics()
+            self._model.load(self._statistics)
             self._statistics = here
 
     def note(self) -> str:
@@ -106,7 +108,7 @@ class AveragedUpdate:
             if any(key.startswith(MEAN) for key in received):
                 self.average.take_average(self._moved.read_from(MEAN, received))
             other = any(key.startswith(STATISTICS) for key in received)
-            self._statistics = self._frontend.running_statistics() if other else {}
+            self._statistics = self._model.running_statistics() if other else {}
         self.update.load(tree, placement)
 
     # ---- what the update is
@@ -141,8 +143,8 @@ class AveragedUpdate:
         self.update.close()
 
 
-def averaged(config: Config, update: Replicated) -> Update:
-    """Return the update with the average that the configuration asks for, if any."""
+def averaged(config: Config, update: Replicated, model: RunningStatistics) -> Update:
+    """Return the update of the model with the average that the configuration asks for, if any."""
     make: Callable[[Replicated], WeightAverage]
     if config.ema:
         make = partial(ExponentialMean, decay=config.ema.decay, every=config.ema.every_n_steps)
@@ -152,4 +154,4 @@ def averaged(config: Config, update: Replicated) -> Update:
         make = partial(ScheduleFree, beta=config.optim.betas[0])
     else:
         return update
-    return AveragedUpdate(update, make)
+    return AveragedUpdate(update, make, model)

@@ -26,7 +26,7 @@ def averaging(decay=0.9, every=1, **exchange):
 
     def kind(frontend, built):
         made = make_update(config(exchange=exchange).exchange, frontend, lambda over: built, Serial())
-        return AveragedUpdate(made, partial(ExponentialMean, decay=decay, every=every))
+        return AveragedUpdate(made, partial(ExponentialMean, decay=decay, every=every), frontend)
 
     return kind
 

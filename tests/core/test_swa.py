@@ -41,7 +41,7 @@ def averaging(**exchange):
 
     def build(frontend, built):
         made = make_update(config(exchange=exchange).exchange, frontend, lambda over: built, Serial())
-        return AveragedUpdate(made, partial(EpochMean, epochs=3))
+        return AveragedUpdate(made, partial(EpochMean, epochs=3), frontend)
 
     return build
 

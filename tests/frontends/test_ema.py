@@ -22,7 +22,7 @@ DECAY, STEPS = 0.9, 6
 def trained(framework, every=1):
     """(the front-end after STEPS steps; a mean from the weights of the first on; the weights after each)."""
     frontend, seen = opened(framework), []
-    update = AveragedUpdate(frontend.update, partial(ExponentialMean, decay=DECAY, every=every))
+    update = AveragedUpdate(frontend.update, partial(ExponentialMean, decay=DECAY, every=every), frontend)
     for k in range(STEPS):
         stepped(frontend, [batch(k)])
         frontend.run_queued()

@@ -121,7 +121,7 @@ def test_a_step_of_rate_0_at_the_start_moves_nothing_and_a_factor_on_the_rate_le
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_training_goes_on_with_the_bits_that_it_had(framework):
     frontend = opened(framework, optim={"name": "schedule_free_sgd", "lr": 0.1})
-    update = AveragedUpdate(frontend.update, partial(ScheduleFree, beta=0.9))
+    update = AveragedUpdate(frontend.update, partial(ScheduleFree, beta=0.9), frontend)
     stepped(frontend, [batch(k) for k in range(3)])
     before, buckets = weights(frontend), range(len(update.buckets))
     expected = [

@@ -38,6 +38,7 @@ QUICK = (
     "task/test_against_scikit_learn",
     "update/",
     "frontends/test_contract",
+    "frontends/test_records",
     "script/test_apart",
     "stages/test_links",
     "stages/test_numpy_stages",

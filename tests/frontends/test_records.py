@@ -24,6 +24,7 @@ from tests import numpy_frontend, numpy_ranks
 from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
+MPIRUN = Path(sys.executable).with_name("mpirun")
 SETS = ["framework=numpy", "model.name=softmax", "data.name=digits", "global_batch_size=96", "precision=64"]
 
 
@@ -41,7 +42,7 @@ def test_an_unknown_framework_is_refused_and_a_known_one_explained(monkeypatch):
 
 def run(*words, ranks=1):
     """Run the command line where neither Horovod nor another framework can be imported; return what it prints."""
-    mpirun = [Path(sys.executable).with_name("mpirun"), "--oversubscribe", "-np", str(ranks)] if ranks > 1 else []
+    mpirun = [MPIRUN, "--oversubscribe", "-np", str(ranks)] if ranks > 1 else []
     line = [*mpirun, sys.executable, "-m", numpy_ranks.__name__, *map(str, words)]
     kept = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True}
     done = subprocess.run(line, timeout=SECONDS, check=False, **kept)
@@ -83,6 +84,7 @@ def test_what_numpy_has_not_is_refused(monkeypatch, key):
         numpy_frontend.open_frontend(FrontEndConfig.of(load_config(None, [*SETS, key])), Groups.of(Serial()), None)
 
 
+@pytest.mark.skipif(not MPIRUN.exists(), reason="there is no MPI")
 def test_two_ranks_of_numpy_train_as_one(tmp_path):
     one, two = (fit(tmp_path / str(ranks), 2, ranks=ranks) for ranks in (1, 2))
     assert (one["world_size"], two["world_size"]) == (1, 2)
@@ -90,6 +92,7 @@ def test_two_ranks_of_numpy_train_as_one(tmp_path):
 
 
 def test_two_ranks_of_numpy_are_verified(monkeypatch, capfd):
+    pytest.importorskip("horovod")  # which -np starts ranks with
     monkeypatch.setitem(FRAMEWORKS, "numpy", numpy_ranks.NUMPY)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where the ranks find this module
     assert verify(load_config(None, SETS), 2, 3, module=numpy_ranks.__name__) == 0

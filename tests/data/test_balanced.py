@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvd_train.config import DataConfig, TaskConfig, load_config
+from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataRequest
 from hvd_train.data.loader import Loader
-from hvd_train.errors import ConfigError, DataError
+from hvd_train.errors import DataError
 from tests.own_models import uneven_digits
 
 COUNTS = np.array([7, 1, 60, 2000])
@@ -153,9 +153,3 @@ def test_what_has_no_classes_is_refused(train, keys, words):
     with pytest.raises(DataError) as caught:
         opened(train, train, **keys)
     assert words in str(caught.value) and caught.value.where == "data.sampling: balanced" and caught.value.fix
-
-
-def test_a_class_is_not_made_up_for_twice():
-    with pytest.raises(ConfigError, match=r"data.sampling.*leave one of them out"):
-        load_config(base={"data": {"sampling": "balanced"}, "task": {"class_weights": "balanced"}})
-    load_config(base={"data": {"sampling": "balanced"}, "task": {"class_weights": {"3": 2.0}}})

@@ -94,9 +94,9 @@ class DataConfig(Section):
         names = [one.name for one in self.transforms]
         if "normalize" in names[:-1]:
             raise_problems([("transforms", "normalize must stand last: it is done on the device, after all others")])
-        after = [name for name in names[self.first_mixing :] if name not in (*MIXING, "normalize")]
-        if after:
-            what = f"{after[0]} must stand before {names[self.first_mixing]}, which mixes finished samples"
+        first = next((k for k, name in enumerate(names) if name in MIXING), len(names))
+        if after := [name for name in names[first:] if name not in (*MIXING, "normalize")]:
+            what = f"{after[0]} must stand before {names[first]}, which mixes finished samples"
             raise_problems([("transforms", what)])
         if self.name == "labeled_text" and not self.lengths:
             raise_problems([("lengths", "labeled_text needs it, for example {max_length: 256, truncate: true}")])
@@ -110,9 +110,3 @@ class DataConfig(Section):
         if self.num_classes and self.num_classes < len(listed):
             raise_problems([("num_classes", f"{self.num_classes}, and data.classes names {len(listed)}: leave it out")])
         return self
-
-    @property
-    def first_mixing(self) -> int:
-        """Return the place of the first transform that mixes samples; their number where there is none."""
-        places = [k for k, one in enumerate(self.transforms) if one.name in MIXING]
-        return places[0] if places else len(self.transforms)

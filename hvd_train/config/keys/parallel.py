@@ -36,11 +36,7 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> ParallelConfig:
-        problems = []
-        if self.split != "auto" and self.pipeline > 1 and len(self.split) != self.pipeline:
-            problems.append(("split", f"{len(self.split)} numbers of blocks for {self.pipeline} stages"))
-        if self.split != "auto" and self.devices_per_rank > 1 and len(self.split) != self.devices_per_rank:
-            what = f"{len(self.split)} numbers of blocks for {self.devices_per_rank} devices"
-            problems.append(("split", what))
-        raise_problems(problems)
+        for parts, noun in ((self.pipeline, "stages"), (self.devices_per_rank, "devices")):
+            if self.split != "auto" and parts > 1 and len(self.split) != parts:
+                raise_problems([("split", f"{len(self.split)} numbers of blocks for {parts} {noun}")])
         return self

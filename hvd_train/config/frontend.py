@@ -10,6 +10,7 @@ from hvd_train.config.keys.model import ModelConfig
 from hvd_train.config.keys.optim import OptimConfig
 from hvd_train.config.keys.parallel import ParallelConfig
 from hvd_train.config.keys.task import TaskConfig
+from hvd_train.config.modes import MODES
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class FrontEndConfig:
     ``restores``: all weights come from a checkpoint. ``overlap``: whether gradients travel within backward.
     ``micro_batches``: parts of a step's batch. ``checks_gradients``: a step is left out where a gradient of some rank
     is not finite. ``averages_weights``: averages of the weights are kept. ``gathers_statistics``: those of batch
-    normalization are gathered for these averages.
+    normalization are gathered for these averages. ``exact``: N ranks train as one rank does.
     """
 
     model: ModelConfig
@@ -38,6 +39,7 @@ class FrontEndConfig:
     checks_gradients: bool
     averages_weights: bool
     gathers_statistics: bool
+    exact: bool
 
     @classmethod
     def of(cls, config: Config) -> FrontEndConfig:
@@ -58,4 +60,5 @@ class FrontEndConfig:
             config.checks_gradients,
             averages_weights=bool(config.ema or config.swa or config.optim.schedule_free),
             gathers_statistics=bool(config.swa),
+            exact=MODES[config.exchange.mode].exact,
         )

@@ -220,6 +220,18 @@ class Reduction:
         self._means = []
         self.present.assign(0.0)
 
+    def with_step_made(self, logs: Any, metrics: Sequence[Any]) -> Any:
+        """Correct the shares of this step's batch means, see ``step_made``. Return ``logs``, the results of the user's
+        step, with those of ``metrics`` that have changed by it."""
+        if not self._means:
+            return logs
+        named = {x.name: x for x in metrics if isinstance(x, keras.metrics.Mean)} if isinstance(logs, dict) else {}
+        results = {name: x.result() for name, x in named.items() if name in logs}
+        # A step may give another number under a metric's name.
+        same = {k: keras.ops.equal(logs[k], x) for k, x in results.items() if getattr(logs[k], "dtype", "") == x.dtype}
+        self.step_made()
+        return logs | {k: keras.ops.where(x, named[k].result(), logs[k]) for k, x in same.items()} if same else logs
+
     def _position(self, variable: Any) -> int:
         if id(variable) not in self._positions:
             raise ConfigError(
@@ -289,9 +301,7 @@ def count_samples(model: Any, reduction: Reduction, backend: Any, patches: Patch
         backend.draw_apart()
         reduction.begin_step(samples(data))
         try:
-            logs = step(data)
-            reduction.step_made()
-            return logs
+            return reduction.with_step_made(step(data), model.metrics)
         finally:
             reduction.count = None
 

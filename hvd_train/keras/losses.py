@@ -137,6 +137,7 @@ def uncut(model: Any) -> bool:
     return (
         bool(reductions & {"sum", "mean_with_sample_weight"})
         or any(x.kind == "sum" for x in losses)
+        or any(getattr(x, "ignore_class", None) is not None for x in all_losses)
         or any(map(_masks, model._flatten_layers()))
     )
 

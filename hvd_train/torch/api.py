@@ -28,6 +28,7 @@ from hvd_train.torch.checks import (
     WHERE,
     check,
     check_elementwise,
+    check_embeddings,
     check_local,
     check_models,
     facts,
@@ -150,6 +151,8 @@ def distribute(
     exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options, overlap, mode))
     if not exchange.spec.gradients:
         collectively(communicator, lambda: check_local(models, optimizers, mode, sync_batchnorm, average, sharded))
+    elif communicator.size > 1:
+        collectively(communicator, lambda: check_embeddings(whole))
     every = agreement_every_n_steps
     _synchronize_start(
         whole, optimizers, f"{compression} {overlap} {sync_batchnorm} {average} {sharded} {mode} {every} {options}"

@@ -11,6 +11,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
+from hvd_train.frontends.pytorch.eager import eager
+
 
 class Member(Protocol):
     number: float
@@ -65,6 +67,7 @@ def after_failure() -> None:
         member.abandon()
 
 
+@eager
 def _end() -> None:
     members = _pop_members()
     if before:

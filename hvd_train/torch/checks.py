@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hvd_train.config.conflicts import SHARDED, SUMMED, SYNC_BATCHNORM
 from hvd_train.errors import ConfigError
+from hvd_train.frontends.pytorch import embeddings
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.protocol import Communicator
 from hvd_train.script.local_training import check_mode
@@ -83,6 +84,12 @@ def check(model: torch.nn.Module, optimizers: Sequence[Any]) -> None:
             if names:
                 refuse(not_part(names), HIDDEN_FIX)
             refuse(f"{kind} holds parameters that are not the model's", "make it of this model's parameters()")
+
+
+def check_embeddings(model: torch.nn.Module) -> None:
+    """Raise ConfigError for embeddings that N ranks would not train as one rank does."""
+    if what := embeddings.dependent_on_batch(model):
+        refuse(what, embeddings.FIX)
 
 
 def check_elementwise(optimizers: Sequence[torch.optim.Optimizer]) -> list[frozenset[str]]:

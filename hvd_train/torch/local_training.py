@@ -16,6 +16,7 @@ import torch
 from hvd_train.config import ExchangeConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.base import started_at_once
+from hvd_train.frontends.pytorch.eager import eager
 from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.protocol import Communicator
@@ -76,6 +77,7 @@ class LocalModel(LocalTraining):
 
     # ---- a step
 
+    @eager
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if is_running(self._frame):
             self._within_step += 1
@@ -90,6 +92,7 @@ class LocalModel(LocalTraining):
             fix = "set requires_grad before ht.distribute"
             raise ConfigError(what, where=self.where, fix=fix, common=True)
 
+    @eager
     def _after_step(self, *_: Any) -> None:
         if self._within_step:
             self._within_step -= 1

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.frontends.pytorch.eager import eager
 from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.protocol import Communicator, Compressor, TensorSpec
@@ -116,12 +117,13 @@ class Reducer:
 
     def _hook_parameters(self) -> None:
         for i, parameter in self._numbered:
-            parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))
+            parameter.register_post_accumulate_grad_hook(eager(lambda _, i=i: self._arrived(i)))
             if not self.average:
-                hook = torch.utils.hooks.unserializable_hook(lambda _, i=i: self._summed.before(i))
+                hook = torch.utils.hooks.unserializable_hook(eager(lambda _, i=i: self._summed.before(i)))
                 parameter.register_hook(hook)
             if self._lossy:
-                hook = torch.utils.hooks.unserializable_hook(lambda _: self._use.before_backward(self.stepping))
+                use = eager(lambda _: self._use.before_backward(self.stepping))
+                hook = torch.utils.hooks.unserializable_hook(use)
                 parameter.register_hook(hook)
 
     # ---- a backward pass: gradients arrive

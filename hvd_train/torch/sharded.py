@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from hvd_train.errors import ConfigError
+from hvd_train.frontends.pytorch.eager import eager
 from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.protocol import Communicator, TensorSpec
@@ -196,6 +197,7 @@ class ShardedStep:
         optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
         optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)
 
+    @eager
     def _enter(self, optimizer: torch.optim.Optimizer, arguments: tuple, keywords: dict[str, Any]) -> Any:
         if self._depth and not is_running(self._frame):
             # Its groups hold pieces with old gradients: steps from here on would move nothing that is right.
@@ -258,6 +260,7 @@ class ShardedStep:
         """Return whether a step is under way."""
         return self._depth > 0
 
+    @eager
     def _leave(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._depth -= 1
         if not self._depth:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hvd_train.errors import ConfigError
+from hvd_train.frontends.pytorch.eager import eager
 from hvd_train.script.dataloader import shares
 from hvd_train.script.record import recording
 from hvd_train.torch import backward, elementwise, registry, uneven_parts, verify_mode
@@ -53,6 +54,7 @@ def _is_of_models(parameters: Sequence[torch.nn.Parameter]) -> bool:
     return any(id(p) in wanted for model, _ in registry.distributed for p in model.parameters())
 
 
+@eager
 def before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: dict[str, Any]) -> Any:
     """Refuse a step with gradients that this rank alone has; average those that the script has set itself.
 
@@ -96,6 +98,7 @@ def before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: di
     return (arguments[0], global_closure), {}
 
 
+@eager
 def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Count the step. torch calls this after each step of every optimizer."""
     sharded = registry.sharded.get(optimizer)

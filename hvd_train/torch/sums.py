@@ -10,6 +10,7 @@ import torch
 
 from hvd_train.core.mean import WIDE, sums
 from hvd_train.errors import ConfigError
+from hvd_train.frontends.pytorch.eager import eager
 from hvd_train.script import weight_check
 from hvd_train.script.dataloader import passes
 from hvd_train.torch import backward, registry, uneven_parts
@@ -59,6 +60,7 @@ def like_input(value: Any, total: np.ndarray) -> Any:
     return torch.from_numpy(total).to(value.device) if isinstance(value, torch.Tensor) else total
 
 
+@eager
 def add_up(values: Sequence[Any]) -> Any:
     """Return the sums of ``values`` over the ranks, see ``ht.sum``; on all ranks together."""
     arrays = [as_array(value) for value in values]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hvd_train.frontends.pytorch.eager import eager
 from hvd_train.torch import backward
 from hvd_train.torch.reducer import Reducer
 
@@ -30,7 +31,7 @@ class Frozen:
         self._hooks: dict[str, Any] = {}
         for name, p in self._frozen.items():
             p.requires_grad_(True)  # torch refuses hooks of what has no gradient
-            self._hooks[name] = p.register_post_accumulate_grad_hook(lambda _: self._reached())
+            self._hooks[name] = p.register_post_accumulate_grad_hook(eager(lambda _: self._reached()))
             p.requires_grad_(False)
 
     def _reached(self) -> None:

@@ -275,6 +275,8 @@ ERRORS = {
     "step alone": "ConfigError: the gradients of the last backward.* were not reduced; SGD.step.*ht.no_sync",
     "added": "ConfigError: a parameter of shape .3,. came to the model after ht.distribute",
     "sparse": "ConfigError: its gradient is sparse; weight; make its layer with sparse=False",
+    "counted": "ConfigError: 0: scale_grad_by_freq would count the words of each rank's batch alone; ht.distribute",
+    "shortened": "ConfigError: 0: max_norm would change the vectors of each rank's words on that rank alone; ht.dis",
     "no_sync": "ConfigError: this model is not distributed; ht.no_sync",
     "option": "ConfigError: ratio: must be <= 1.0, not 2.0; ht.distribute",
     "few": "DataError: . samples are too few for . ranks; ht.shard; start fewer ranks",

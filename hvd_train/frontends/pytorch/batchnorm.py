@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from hvd_train.core.batchnorm import combine, counting, input_gradient, joined, of_all, running
 from hvd_train.errors import ConfigError
+from hvd_train.frontends.pytorch.eager import eager
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Communicator, Ops
 
@@ -65,6 +66,7 @@ class _Joined(_BatchNorm):
     _context: Context
     _wire: str
 
+    @eager
     def forward(self, x) -> torch.Tensor:
         if not self._context.gathers(self):
             if not self.training:

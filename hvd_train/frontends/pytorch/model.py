@@ -19,7 +19,7 @@ from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import APART, CHANGES, HostMemory
 from hvd_train.frontends.named_arrays import Layout, layouts_of
-from hvd_train.frontends.pytorch import batchnorm
+from hvd_train.frontends.pytorch import batchnorm, embeddings
 from hvd_train.frontends.pytorch.blocks import joined
 from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, in_memory, stored_shape
 from hvd_train.frontends.pytorch.device import MIXED, devices_of, mixed_context, seeder
@@ -190,8 +190,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
     def _check_changes(self) -> None:
         """Refuse a model that changes its weights: in shared memory each rank would change them for all."""
         if self._host and self._changes() != self._known_changes:
-            what = f"{CHANGES} (as Embedding does with max_norm)"
-            raise ConfigError(what, where="optim.sharded", fix=APART, common=True)
+            raise ConfigError(CHANGES, where="optim.sharded", fix=APART, common=True)
 
     def connect(self, update: StepUpdate) -> Optimizer:
         self._connect(update)
@@ -207,6 +206,9 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         return ShardedOptimizer(self.config.optim, self._flats, self.layouts, TorchOps(self.device), update)
 
     def _connect(self, update: StepUpdate) -> None:
+        exact = self.config.exact and self.groups.data.size > 1
+        if exact and (embedding := embeddings.dependent_on_batch(self.model)):
+            raise ConfigError(embedding, where=f"model.name: {self.config.model.name}", fix=embeddings.FIX)
         self.update = update
         names, parameters = list(self._moved), list(self._moved.values())
         freeze(self._trainable, names)

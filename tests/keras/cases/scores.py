@@ -13,6 +13,7 @@ from tests.keras.cases.models import (
     SGD,
     TENSORFLOW,
     Batches,
+    compiled,
     cross_entropy,
     digits,
     fit,
@@ -65,7 +66,12 @@ def masked_scores():
             results[f"{name} {kind}"] = np.asarray(model.evaluate(*data[:2], verbose=0, **options))
         history = fit(model, x, y, epochs=2, validation_data=data_of["arrays"], validation_freq=[2])
         results |= {f"{name} {k}": np.asarray(v) for k, v in history.items()}
-    return results
+    # A loss that leaves out labels itself; nothing in the model makes a mask.
+    x, y = digits()
+    model = hk.distribute(compiled(loss=cross_entropy(ignore_class=3)))
+    results["ignored"] = np.asarray(model.evaluate(x, y, batch_size=BATCH, verbose=0))
+    history = fit(model, x, y, validation_data=(x[:157], y[:157]))
+    return results | {f"ignored {k}": np.asarray(v) for k, v in history.items()}
 
 
 def own_error(y, predicted):

@@ -53,6 +53,12 @@ def errors(folder: Path):
         ht.distribute(model)
         model(torch.arange(3)).sum().backward()
 
+    def counted():
+        ht.distribute(nn.Sequential(nn.Embedding(10, 4, scale_grad_by_freq=True)))
+
+    def shortened():
+        ht.distribute(nn.Sequential(nn.EmbeddingBag(10, 4, max_norm=1.0)))
+
     def frozen():
         ht.distribute(mlp().requires_grad_(False))
 
@@ -238,6 +244,8 @@ def errors(folder: Path):
             "step alone": step_alone,
             "added": added,
             "sparse": sparse,
+            "counted": counted,
+            "shortened": shortened,
             "no_sync": lambda: ht.no_sync(mlp()).__enter__(),
             "option": lambda: ht.distribute(mlp(), compression="topk", ratio=2.0),
             "few": lambda: ht.shard(DataLoader(digits(ht.size() - 1))),

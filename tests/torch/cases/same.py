@@ -20,6 +20,7 @@ from tests.torch.cases.models import cnn, mlp
 from tests.torch.cases.trainings import (
     channels_last,
     compiled,
+    compiled_step,
     gan,
     lbfgs,
     norm_kept,
@@ -49,6 +50,7 @@ SAME = {
     "scheduler": scheduled,
     "compile before": compiled(before=True, backend="inductor"),
     "compile after": compiled(before=False, backend="aot_eager"),
+    "compiled step": compiled_step,
     "channels last": channels_last,
     "tied and frozen": tied_and_frozen,
     "norm synchronized": norm_synchronized(),

@@ -92,6 +92,24 @@ def compiled(before: bool, backend: str):
     return case
 
 
+def compiled_step():
+    """A whole step as one compiled function, of a model whose layers join their statistics."""
+    model = cnn(norm=True)
+    model, optimizer = ht.distribute(model, sgd(model), sync_batchnorm=True)
+
+    @torch.compile(backend="eager")
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return ht.sum(loss.detach())
+
+    for x, y in loader():
+        step(x, y)
+    return model
+
+
 def channels_last():
     model = cnn().to(memory_format=torch.channels_last)
     model, optimizer = ht.distribute(model, sgd(model))

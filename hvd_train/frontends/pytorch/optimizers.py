@@ -80,7 +80,7 @@ class Adam:
         adam(weights, gradients, *slots, [], steps, fused=True, lr=learning_rate, **keys)
 
 
-class Formula:
+class FormulaKernel:
     """A formula of the table of optimizers, which knows no framework."""
 
     def __init__(self, options: OptimConfig, ops: TorchOps) -> None:
@@ -115,7 +115,7 @@ KERNELS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": Adam}
 
 
 def make_kernel(options: OptimConfig, ops: TorchOps) -> Kernel:
-    return KERNELS.get(options.name, Formula)(options, ops)
+    return KERNELS.get(options.name, FormulaKernel)(options, ops)
 
 
 class Part(NamedTuple):

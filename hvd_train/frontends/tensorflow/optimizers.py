@@ -109,7 +109,7 @@ class Adam:
         )
 
 
-class Formula:
+class FormulaKernel:
     """A formula of the table of optimizers, which knows no framework."""
 
     def __init__(self, options: OptimConfig) -> None:
@@ -132,7 +132,7 @@ KERNELS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": Adam}
 
 
 def make_kernel(options: OptimConfig) -> Kernel:
-    return KERNELS.get(options.name, Formula)(options)
+    return KERNELS.get(options.name, FormulaKernel)(options)
 
 
 class Flattened:

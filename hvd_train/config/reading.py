@@ -224,7 +224,7 @@ EXPECTED = {
 
 
 def _explained(error: ValidationError, lines: Mapping[Path_, str], file: Path | None) -> list[str]:
-    """Return one line per key, in the order of the file.
+    """Return one line per key, and one per rule that it breaks, in the order of the file.
 
     pydantic reports each alternative of a key ("auto" or a number) as an error; here they are one mistake.
     """
@@ -241,8 +241,9 @@ def _explained(error: ValidationError, lines: Mapping[Path_, str], file: Path | 
         near = [key[:n] for n in range(len(key), 0, -1) if key[:n] in lines]
         near += [path for path in lines if path[: len(key)] == key]  # "optm" of "--set optm.lr=3"
         place = lines[near[0]] if near else str(file or "")
-        text = f"{_dotted(key)}: {_text(key, items)}"
-        rows.append((order.index(near[0]) if near else -1, f"{place}: {text}" if place else text))
+        for text in [item["msg"] for item in items if item["type"] == "rule"] or [_text(key, items)]:
+            text = f"{_dotted(key)}: {text}"
+            rows.append((order.index(near[0]) if near else -1, f"{place}: {text}" if place else text))
     return [row for _, row in sorted(rows, key=lambda row: row[0])]
 
 
@@ -270,8 +271,6 @@ def _text(path: Path_, items: Sequence[Mapping[str, Any]]) -> str:
     kinds = [item["type"] for item in items]
     if "extra_forbidden" in kinds:
         return _unknown(path)
-    if "rule" in kinds:
-        return str(items[0]["msg"])
     expected = [EXPECTED.get(i["type"], i["msg"]).format_map(i.get("ctx") or {}) for i in items]
     value = items[0]["input"]
     text = f"must be {' or '.join(dict.fromkeys(expected))}, not {json.dumps(value, default=str)[:60]}"

@@ -154,6 +154,7 @@ def test_combinations():
     (line,) = lines("exchange.mode=delayed", "exchange.delay=-1")
     assert "exchange.delay" in line and ">= 0" in line
     assert len(lines("exchange.mode=async", "on_nonfinite=skip", "precision=16-mixed")) == 2
+    assert len(lines("optim.sharded=true", "exchange.op=adasum", "parallel.pipeline=2")) == 3
 
 
 def test_all_mistakes_at_once_in_the_order_of_the_file(tmp_path):

@@ -10,7 +10,7 @@ from hvd_train.checkpoint.manifest import Progress
 from hvd_train.core.agreement import NONFINITE_FIX
 from hvd_train.core.precision import next_scale
 from hvd_train.errors import NonFiniteError
-from hvd_train.protocol import RunningStatistics, Tree
+from hvd_train.protocol import TracksStatistics, Tree
 from hvd_train.run_folder.log import NullLog, RunLog
 
 MOST_IN_A_ROW = 10  # steps left out, or times gone back to one checkpoint: more is no accident
@@ -19,7 +19,7 @@ MOST_IN_A_ROW = 10  # steps left out, or times gone back to one checkpoint: more
 class Skips:
     """Leave out steps, on all ranks together; ``scaled``: in 16 bits, where ``rescale`` reports them."""
 
-    def __init__(self, model: RunningStatistics, log: RunLog | NullLog, scaled: bool) -> None:
+    def __init__(self, model: TracksStatistics, log: RunLog | NullLog, scaled: bool) -> None:
         self._model, self._log, self._scaled = model, log, scaled
         self._kept: Tree = {}
         self._in_a_row = 0

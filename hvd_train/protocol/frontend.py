@@ -1,4 +1,4 @@
-"""What a framework gives: a model that trains, evaluates and predicts, in parts. Who needs one asks for that one."""
+"""The contract of a front-end, in parts. Code that needs one part asks for that part alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Replica(Model, Protocol):
 
 
 class WeightNames(Model, Protocol):
-    """The names of a model's weights in files of weights, from which it can begin."""
+    """A model that can begin with the weights of a file: what they are called there."""
 
     def aliases(self, canonical: bool) -> Mapping[str, tuple[str, Any]]:
         """Return {name in a file of weights: (key of ``state``, Layout of the file's axes; None: canonical)}.
@@ -89,8 +89,8 @@ class WeightNames(Model, Protocol):
         """
 
 
-class RunningStatistics(FrontEndPart, Protocol):
-    """The running statistics of batch normalization, which each rank gathers from its own samples."""
+class TracksStatistics(FrontEndPart, Protocol):
+    """A model with batch normalization, whose running statistics each rank gathers from its own samples."""
 
     def running_statistics(self) -> Tree:
         """Copy this rank's, ``statistics/NAME`` as in ``state``; ``load`` takes them back."""
@@ -101,8 +101,8 @@ class RunningStatistics(FrontEndPart, Protocol):
         """Make them equal on all ranks, in place: their mean."""
 
 
-class StatisticsGathering(RunningStatistics, Protocol):
-    """Running statistics of given weights, from a pass over the training data."""
+class GathersStatistics(TracksStatistics, Protocol):
+    """A model whose running statistics can be computed anew by a pass over the training data."""
 
     def to_device(self, batch: Batch) -> Any: ...
 
@@ -234,7 +234,7 @@ class Runtime(Protocol):
         """Return the most memory of a GPU that this rank's tensors have taken; 0: they lie in the host's."""
 
 
-class FrontEnd(Shardable, Replica, WeightNames, StatisticsGathering, Trainable, Evaluable, Runtime, Protocol):
+class FrontEnd(Shardable, Replica, WeightNames, GathersStatistics, Trainable, Evaluable, Runtime, Protocol):
     """A model, its optimizer and its device in one framework: all parts together, as a job opens and hands them on."""
 
 

@@ -271,7 +271,7 @@ class Update(Protocol):
     def keep_statistics(self, training: Tree) -> None:
         """Let the global weights keep the running statistics that the model has now.
 
-        ``training``: those that it had with its own weights (``RunningStatistics.running_statistics``).
+        ``training``: those that it had with its own weights (``TracksStatistics.running_statistics``).
         """
 
     def take_global_weights(self) -> None:

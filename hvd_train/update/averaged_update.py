@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from hvd_train.config import Config
-from hvd_train.protocol import EXCHANGE_PREFIX, Entry, Placement, RunningStatistics, Tensor, Tree, Update
+from hvd_train.protocol import EXCHANGE_PREFIX, Entry, Placement, Tensor, TracksStatistics, Tree, Update
 from hvd_train.update.ema import ExponentialMean
 from hvd_train.update.epoch_mean import EpochMean
 from hvd_train.update.replicated import STATISTICS, TRAINING, Replicated
@@ -25,7 +25,7 @@ class AveragedUpdate:
     """
 
     def __init__(
-        self, update: Replicated, make: Callable[[Replicated], WeightAverage], model: RunningStatistics
+        self, update: Replicated, make: Callable[[Replicated], WeightAverage], model: TracksStatistics
     ) -> None:
         self.update, self._model, self._moved = update, model, update.moved
         self.average = make(update)
@@ -143,7 +143,7 @@ class AveragedUpdate:
         self.update.close()
 
 
-def averaged(config: Config, update: Replicated, model: RunningStatistics) -> Update:
+def averaged(config: Config, update: Replicated, model: TracksStatistics) -> Update:
     """Return the update of the model with the average that the configuration asks for, if any."""
     make: Callable[[Replicated], WeightAverage]
     if config.ema:

@@ -15,11 +15,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(
-    *arguments: str, cwd: Path = ROOT, code: int = 0, seconds: int = SECONDS, **environ: str
+    *arguments: str, cwd: Path = ROOT, code: int | None = 0, seconds: int = SECONDS, **environ: str
 ) -> subprocess.CompletedProcess:
+    """Run ``hvd-train`` to its end. ``code``: what it must end with; None: anything."""
     pytest.importorskip("horovod")
     line = [sys.executable, "-m", "hvd_train", *arguments]
     own = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
     done = subprocess.run(line, cwd=cwd, env=own, capture_output=True, text=True, timeout=seconds, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
+    assert code in (None, done.returncode), done.stdout + done.stderr
     return done

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from hvd_train.config import load_config
 from hvd_train.data.dataset import DataSet
 from hvd_train.errors import DataError
 from hvd_train.jobs.trained_run import check_vocabulary
-from tests.cli.running import ROOT, SECONDS
+from tests.cli.running import run
 from tests.cli.test_run_folder import commands, fit
 from tests.data.test_run_data import WORDS, X, table
 
@@ -197,11 +195,7 @@ def test_two_ranks_of_the_other_framework_write_the_same_table(made):
     output = folder / "tensorflow.csv"
     words = ["predict", "--run-dir", folder / "run", "--checkpoint", "last", "--set", f"data.path={folder / 'new.csv'}"]
     words += ["--set", "framework=tensorflow", "--names", "-o", output, "-np", "2", "--set", "batch_size=7"]
-    done = subprocess.run(
-        [sys.executable, "-m", "hvd_train", *map(str, words), "--set", "global_batch_size=null"], cwd=ROOT,
-        capture_output=True, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(*map(str, words), "--set", "global_batch_size=null")
     tables = [list(csv.reader(Path(path).read_text().splitlines())) for path in (folder / "new.csv.csv", output)]
     assert [row[:1] for row in tables[0]] == [row[:1] for row in tables[1]]
     # The run went on for two steps since.

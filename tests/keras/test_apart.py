@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.keras.test_keras import launch
+from tests.launching import launch
 from tests.script.outer_formula import ROUND, STEPS, STREAMED, by_formula, first, streamed_by_formula
 
 ROOT = Path(__file__).parents[2]

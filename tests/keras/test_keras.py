@@ -13,10 +13,9 @@ import pytest
 from hvd_train.errors import ConfigError
 from hvd_train.launch.start import environment
 from hvd_train.launch.world import World
-from tests.ranks.conftest import ROOT, run_world, world_command
+from tests.launching import ROOT, launch
 
 HERE = Path(__file__).parent
-SECONDS = 3600  # of a whole world, on a busy machine; a case has its own limit
 SLOW = r"step \d+: rank 1 is slow: the others wait for it \d\d% of each step, [\d.]+ ms, since step \d+\n"
 CASES = [
     "arrays", "accumulation", "clipnorm", "global_clipnorm", "clipvalue_ema", "run_eagerly", "own_step", "own_logs",
@@ -44,12 +43,6 @@ ON_TORCH = [
     "own_losses", "gan", "unbuilt", "loader", "loop", "loop_gan", "steps", "masked_scores",
     "states", "outputs",
 ]  # fmt: skip
-
-
-def launch(size: int, launcher: str, program: list[str], **env: str) -> subprocess.CompletedProcess:
-    line = world_command(size, launcher, program)
-    settings = {**environment(), "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", **env}
-    return run_world(size, line, cwd=ROOT, env=settings, timeout=SECONDS)
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from tests.keras.test_keras import HERE, launch
+from tests.launching import ROOT, launch
 
-ROOT = HERE.parents[1]
+HERE = ROOT / "tests" / "keras"
 LONG = pytest.mark.long("two ranks run it in every run")
 OPTIMIZERS = ["sharded_few", "sharded_more", "sharded_rest"]
 CASES = ["sharded_few", "sharded_loop", "sharded_gone_on", "sharded_savers", "sharded_refused", "sharded_gan"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.limits import SECONDS
+from tests.cli.running import run
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -42,11 +41,8 @@ def fit(folder: Path, framework: str, width: int, *words: str) -> str:
     sets = [f"framework={framework}", f"model.name=mine:{framework}", f"model.width={width}", "max_steps=14"]
     sets += ["log_every_n_steps=1", "optim.lr=0.001", "checkpoint.save_last=false", "checkpoint.every_n_epochs=0"]
     sets += ["limit_val_batches=1"]
-    line = [str(BIN / "hvd-train"), "fit", "--overwrite", "--run-dir", "run"]
-    line += [word for one in sets for word in ("--set", one)]
-    done = subprocess.run([*line, *words], cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    keys = [word for one in sets for word in ("--set", one)]
+    return run("fit", "--overwrite", "--run-dir", "run", *keys, *words, cwd=folder).stdout
 
 
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hvd_train.launch.start import environment
-from tests.ranks.job import BIN, HELD, LONG, OFTEN, ROOT, SECONDS, TINY, Job, lines_of, settings, summary
+from tests.cli.running import run
+from tests.ranks.job import HELD, LONG, OFTEN, TINY, Job, lines_of, settings, summary
 
 SAME = pytest.mark.long("as in PyTorch; only the copies of weights differ")
 KEYS = ["precision=64", "threads=1", "tensorboard=false", "optim.name=adam", "optim.momentum=0", "optim.lr=0.01"]
@@ -18,11 +17,8 @@ CNN = ["model={name: cnn, hidden: 20}", "data.image_size=16"]  # kernels that Py
 
 
 def fit(folder: Path, *words: str, sets: tuple[str, ...] = (), **more: str) -> None:
-    line = [str(BIN / "hvd-train"), "fit", "-c", str(TINY), "--run-dir", str(folder), *words]
-    line += [word for one in (*KEYS, *CNN, *sets) for word in ("--set", one)]
-    env = environment() | more
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    keys = [word for one in (*KEYS, *CNN, *sets) for word in ("--set", one)]
+    run("fit", "-c", str(TINY), "--run-dir", str(folder), *words, *keys, **more)
 
 
 def arrays(folder: Path) -> dict[str, np.ndarray]:
@@ -34,8 +30,8 @@ def test_ranks_that_share_memory_have_the_bits_of_those_that_do_not(tmp_path):
     """Both add in rank order. With micro-batches, clipping and gradients in half the bits."""
     sets = ("max_steps=12", "optim.sharded=true", "accumulate_grad_batches=2", "gradient_clip_val=0.05")
     runs = [tmp_path / name for name in ("shared", "apart")]
-    for run, shares in zip(runs, ("1", "0"), strict=True):
-        fit(run, "-np", "3", sets=(*sets, "exchange.compression=fp16"), HVD_TRAIN_HOST_MEMORY=shares)
+    for folder, shares in zip(runs, ("1", "0"), strict=True):
+        fit(folder, "-np", "3", sets=(*sets, "exchange.compression=fp16"), HVD_TRAIN_HOST_MEMORY=shares)
     shared, apart = map(arrays, runs)
     assert shared.keys() == apart.keys()
     for key, x in shared.items():

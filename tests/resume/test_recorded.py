@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hvd_train.launch.start import environment
-from tests.ranks.conftest import world_command
+from tests.launching import launch
 from tests.resume.runs import CUT, END, EVALUATED, FRAMEWORKS, RESUMED, config_of, write_data
 
 HERE = Path(__file__).parent
@@ -72,8 +70,7 @@ def results(tmp_path_factory, request):
             skipped = () if request.config.getoption("--long") else LONG_RUNS[framework]
             work = [case for case in work_of(framework, ranks) if case["name"] not in skipped]
             (folder / "work.json").write_text(json.dumps({framework: work}))
-            line = world_command(ranks, "mpirun", [str(HERE / "world.py"), framework, str(folder)])
-            run = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
+            run = launch(ranks, "mpirun", [str(HERE / "world.py"), framework, str(folder)], seconds=SECONDS)
             assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
             places = {case["name"]: folder / f"results/{framework}-{case['name']}.json" for case in work}
             done[framework, ranks] = {name: json.loads(place.read_text()) for name, place in places.items()}

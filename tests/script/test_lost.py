@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from hvd_train.launch.start import environment
+from tests.launching import launch
 from tests.limits import SECONDS
-from tests.ranks.conftest import world_command
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -40,9 +38,7 @@ MESSAGES = {
 
 
 def ended(launcher, api, kind, env):
-    line = world_command(2, launcher, [str(HERE / "lost_rank.py"), api, kind])
-    env = environment() | {"PYTHONPATH": str(ROOT)} | env
-    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return launch(2, launcher, [str(HERE / "lost_rank.py"), api, kind], seconds=SECONDS, **env)
 
 
 @pytest.mark.parametrize(("api", "kind", "launcher"), CASES)

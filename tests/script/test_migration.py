@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvd_train.launch.start import environment
-from tests.script.launching import launch
+from tests.launching import launch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

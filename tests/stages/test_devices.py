@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +11,9 @@ from hvd_train.config import Config, load_config
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.devices import gpus_of
 from hvd_train.frontends.serial import Serial
-from hvd_train.launch.start import environment
 from hvd_train.protocol import TensorSpec
 from hvd_train.update.buckets import plan
-from tests.ranks.job import ROOT, SECONDS
+from tests.cli.running import run
 from tests.stages.test_runs import RESUME, assert_same, fit, trained
 from tests.verify.test_zoo import ZOO, check
 
@@ -26,10 +23,7 @@ PLAIN = ("parallel.microbatches=null", "gradient_clip_val=0.5")
 
 
 def command(*words: str) -> tuple[int, str]:
-    line = [sys.executable, "-m", "hvd_train", *words]
-    done = subprocess.run(
-        line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    done = run(*words, code=None)
     return done.returncode, done.stdout + done.stderr
 
 

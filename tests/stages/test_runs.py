@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,8 @@ from safetensors.numpy import load_file
 
 import hvd_train
 from hvd_train.errors import TrainError
-from hvd_train.launch.start import environment
-from tests.ranks.job import BIN, HELD, LONG, OFTEN, ROOT, SECONDS, TINY, Job, lines_of, settings, summary
+from tests.cli.running import run
+from tests.ranks.job import HELD, LONG, OFTEN, ROOT, TINY, Job, lines_of, settings, summary
 
 FRAMEWORKS = ["pytorch", "tensorflow"]
 # What stages save and load is written once for both frameworks.
@@ -40,10 +39,8 @@ def job_of(folder: Path, framework: str, *sets: str, model: str) -> dict:
 def fit(folder: Path, framework: str, *words: str, sets: tuple[str, ...] = (), model: str = "") -> tuple[int, str]:
     model = model or f"tests.stages.models:{framework}"
     keys = [*KEYS, f"model={{name: '{model}'}}", f"code_dir={ROOT}", f"framework={framework}", *sets]
-    line = [str(BIN / "hvd-train"), "fit", "-c", str(TINY), "--run-dir", str(folder), *words]
-    line += [word for one in keys for word in ("--set", one)]
-    env = environment()
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    line = ["fit", "-c", str(TINY), "--run-dir", str(folder), *words]
+    done = run(*line, *(word for one in keys for word in ("--set", one)), code=None)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -87,15 +84,13 @@ def test_stages_have_the_numbers_of_one_process(tmp_path, framework):
 
 @pytest.mark.parametrize("framework", PYTORCH)
 def test_a_run_goes_on_with_stages_and_without(tmp_path, framework):
-    one, run = tmp_path / "one", tmp_path / "run"
+    one, cut = tmp_path / "one", tmp_path / "cut"
     trained(one, framework, sets=("max_steps=33",))
-    trained(run, framework, "-np", "2", sets=(*stages(2), "max_steps=9"))
-    trained(run, framework, *RESUME, sets=("max_steps=17",))
-    trained(run, framework, "-np", "4", *RESUME, sets=(*stages(2, "parallel.split=[1,3]"), "max_steps=24"))
-    assert_same(arrays(one), trained(run, framework, "-np", "2", *RESUME, sets=("max_steps=33",)))
-    line = [str(BIN / "hvd-train"), "eval", "--run-dir", str(run), "--trust"]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 0 and '"samples": 359' in done.stdout, done.stdout + done.stderr
+    trained(cut, framework, "-np", "2", sets=(*stages(2), "max_steps=9"))
+    trained(cut, framework, *RESUME, sets=("max_steps=17",))
+    trained(cut, framework, "-np", "4", *RESUME, sets=(*stages(2, "parallel.split=[1,3]"), "max_steps=24"))
+    assert_same(arrays(one), trained(cut, framework, "-np", "2", *RESUME, sets=("max_steps=33",)))
+    assert '"samples": 359' in run("eval", "--run-dir", str(cut), "--trust").stdout
 
 
 @pytest.mark.parametrize("framework", PYTORCH)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.script.launching import launch
+from tests.launching import ROOT, launch
 from tests.script.outer_formula import ROUND, STEPS, STREAMED, by_formula, first, streamed_by_formula
 
-ROOT = Path(__file__).parents[2]
 LONG = pytest.mark.long("one and two ranks run it in every run")
 SIZES = [1, 2, pytest.param(3, marks=LONG), pytest.param(4, marks=LONG)]
 
@@ -25,7 +23,7 @@ def worlds(tmp_path_factory):
 
     def get(size: int) -> list[dict]:
         if size not in done:
-            run = launch(size, "mpirun", ["-m", "tests.torch.apart_worker", str(folder)], ROOT)
+            run = launch(size, "mpirun", ["-m", "tests.torch.apart_worker", str(folder)])
             assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
             done[size] = [json.loads((folder / f"facts.{size}.{rank}.json").read_text()) for rank in range(size)]
         return done[size]

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.script.launching import launch
+from tests.launching import ROOT, launch
 from tests.torch.cases.sharded import TRAININGS
 
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-9  # float64: the same maths in another order of sums
 # Kernels that round the last few entries of a tensor otherwise, and 32 bits.
 OTHER_ROUNDING, SINGLE = {"adam fused", "scaled"}, {"scaled"}
@@ -29,7 +28,7 @@ def worlds(tmp_path_factory):
         if size not in done:
             folder = root / str(size)
             folder.mkdir()
-            run = launch(size, launcher, ["-m", "tests.torch.sharded_worker", str(folder)], ROOT)
+            run = launch(size, launcher, ["-m", "tests.torch.sharded_worker", str(folder)])
             assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
             done[size] = folder, [json.loads((folder / f"facts.{rank}.json").read_text()) for rank in range(size)]
         return done[size]

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.launching import launch
 from tests.limits import SECONDS
-from tests.script.launching import launch
 from tests.torch.cases.same import SAME
 from tests.torch.cases.same_bits import SAME_BITS
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 TOLERANCE = 1e-9  # float64: the same maths in another order of sums
 
 
@@ -29,7 +28,7 @@ def cases(tmp_path_factory):
     def get(size: int, launcher: str = "mpirun"):
         if (size, launcher) not in done:
             folder = tmp_path_factory.mktemp(f"{launcher}{size}")
-            run = launch(size, launcher, ["-m", "tests.torch.cases", str(folder)], ROOT)
+            run = launch(size, launcher, ["-m", "tests.torch.cases", str(folder)])
             assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
             facts = [json.loads((folder / f"facts.{rank}.json").read_text()) for rank in range(size)]
             done[size, launcher] = folder, facts

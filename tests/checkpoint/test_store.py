@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from hvd_train.checkpoint import resume_rules, store
-from hvd_train.checkpoint.manifest import encode, read
+from hvd_train.checkpoint.manifest import FORMAT, encode, read
 from hvd_train.checkpoint.store import Progress, Snapshot
 from hvd_train.config import Config
 from hvd_train.errors import CheckpointError
@@ -308,6 +308,16 @@ def test_no_flipped_bit_of_a_manifest_goes_unseen(tmp_path):
             stream.write(text[at : at + 1])
     assert file.read_bytes() == text and read(path)[1] == saved["meta"]
     assert seen > 0.99 * 8 * len(text)
+
+
+def test_another_format_is_refused_by_its_number(tmp_path):
+    path = store.save(tmp_path, snapshot())
+    text = (path / "manifest.json").read_text()
+    for number in (FORMAT - 1, FORMAT + 1):
+        (path / "manifest.json").write_text(text.replace(f'"format": {FORMAT}', f'"format": {number}'))
+        with pytest.raises(CheckpointError) as caught:
+            store.load(path)
+        assert str(caught.value) == f"has format {number}; this version reads format {FORMAT}; {path}"
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path):

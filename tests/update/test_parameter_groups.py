@@ -115,6 +115,7 @@ GROUPS = [
 
 
 def trained(folder, framework, epochs=6, built=None, resume=None, **keys):
+    pytest.importorskip("torch")
     optimizer = {"lr": 0.03, "weight_decay": 0.1, "schedule": "exponential", "gamma": 0.8, "groups": GROUPS}
     optimizer |= keys.pop("optim", {})
     allowed = keys.pop("allow_change", ())

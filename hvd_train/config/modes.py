@@ -47,7 +47,7 @@ class ModeSpec:
 
 
 ALLREDUCE = "allreduce"  # gradients travel, and all ranks move their weights alike
-# What a script takes of them; it has no exchange for the gradients of the first steps.
+# The options of outer steps that a script takes: it has no exchange for gradients of the first steps (outer_start).
 _IN_SCRIPTS = ("outer_steps", "outer_lr", "outer_momentum")
 _OUTER = (*_IN_SCRIPTS, "outer_start")
 _STREAM = ("fragments", "stream_delay", "mix")

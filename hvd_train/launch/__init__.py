@@ -1,4 +1,5 @@
-"""Starting ranks, and knowing that one was started. ``hvd_train.launch(function, np=2)``: the room's name is a verb."""
+"""Start ranks, and detect a rank that was started. The module itself can be called: ``hvd_train.launch(function,
+np=2)``."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ class _Room(ModuleType):
         Raises ``RankError`` for the error of the rank that failed first, ``CommunicationError`` if a rank was killed,
         and ``ConfigError`` if nothing can start. No rank outlives the call.
         """
-        from hvd_train.launch.function import call  # the command line's help must not wait for it
+        from hvd_train.launch.function import call  # imported late: --help must not wait for it
 
         return call(function, np, args, kwargs, launcher)
 
     def __reduce__(self) -> Any:
-        """A function that is sent to the ranks may name it."""
+        """Pickle by name: a function that is sent to the ranks may refer to this module."""
         return import_module, (self.__name__,)
 
 

@@ -1,4 +1,4 @@
-"""The place of this process among the ranks, and the settings that a rank takes when the user has set none."""
+"""Which rank this process is, and the default environment variables of a rank."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from hvd_train.frameworks import FRAMEWORKS, KERNELS
 from hvd_train.launch import launchers
 from hvd_train.launch.world import World
 
-CORES = "HVD_TRAIN_CORES"  # set by -np: the cores that its ranks share, comma-separated
-# Horovod's variable: seconds until it ends ranks that call different things.
+CORES = "HVD_TRAIN_CORES"  # set by -np: the cores that all ranks share, comma-separated
+# Horovod's variable: seconds until it ends ranks that do not call the same collective.
 STALL, STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600"
 
 
 def world(environ: Mapping[str, str] = os.environ) -> World:
-    """Return the place of this process, as its launcher says it. Raises ConfigError for a world that Horovod cannot
-    know of."""
+    """Return this process's rank and world from its launcher's variables. Raises ConfigError for a launcher that
+    Horovod does not support."""
     return launchers.detect(environ)
 
 
 def bind(here: World) -> None:
-    """Bind this rank to its share of the cores if every rank has all of them: under ``-np``, and under a launcher that
-    binds nothing. Other launchers have switches for it, which stand, and so does a narrower set of cores. Must be
-    called before ``threads``.
+    """Bind this rank to its share of the cores, under ``-np`` and launchers that do not bind ranks. Cores that another
+    launcher or the user has already restricted stay as they are. Must be called before ``threads``.
 
     A rank that moves between cores leaves its caches behind: unbound, the wide MLP took 1.2 times as long over Gloo.
     """
@@ -43,7 +42,7 @@ def bind(here: World) -> None:
 
 
 def _share(cores: set[int], here: World) -> list[int]:
-    """Return the cores of one rank: neighbours, on one socket if possible; none if there are more ranks than cores."""
+    """Return adjacent cores for one rank, on one socket if possible; [] if there are more ranks than cores."""
     each = len(cores) // here.local_size
     return sorted(cores, key=_place)[each * here.local_rank :][:each]
 
@@ -58,10 +57,9 @@ def _place(cpu: int) -> tuple[int, int, int]:
 
 
 def threads(config_threads: int | str, here: World) -> int:
-    """Return the threads of a rank: as configured, as OMP_NUM_THREADS says, or its share of the host's cores.
+    """Return the number of threads: from the configuration, OMP_NUM_THREADS, or the rank's share of the cores.
 
-    Launchers differ in binding: a rank that is bound to a core sees that alone, one that is bound to a socket all of
-    the socket, and so may others.
+    A rank may be bound to a core, which it then has to itself, or to a socket, which others may share.
     """
     if config_threads != "auto":
         return int(config_threads)
@@ -71,12 +69,12 @@ def threads(config_threads: int | str, here: World) -> int:
 
 
 def rank_settings(here: World, framework: str | None, count: int, verbose: bool) -> dict[str, str]:
-    """Environment of one rank, before any framework is loaded; set it by ``setdefault``: the user's word stands.
-    ``framework`` None: any may come."""
+    """Return default environment variables for one rank, to set before a framework is loaded. Variables that the user
+    has set take precedence. ``framework`` None: not known yet."""
     settings = {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
     if count > 1:
-        # Threads look for the next work 300 000 times before they sleep. Where another process uses one of the cores, a
-        # small step then took 100 ms and not 1 (two threads, two cores). With 1000 looks a quiet machine is as fast.
+        # By default threads spin 300 000 times before they sleep. If another process used one of the cores, a small
+        # step took 100 ms instead of 1 (two threads, two cores). With 1000 spins an idle machine is as fast.
         settings["GOMP_SPINCOUNT"] = "1000"
     if framework:
         record = FRAMEWORKS[framework]
@@ -85,23 +83,23 @@ def rank_settings(here: World, framework: str | None, count: int, verbose: bool)
         settings |= KERNELS
     if here.size > 1:
         settings |= {
-            # Fusing by arrival time would change the order of sums from run to run with three or more ranks.
+            # With three or more ranks, fusion by arrival time would change the order of sums from run to run.
             "HOROVOD_FUSION_THRESHOLD": "0",
-            # A rank that waits must not take the core from one that computes.
+            # A waiting rank must yield its core to one that computes.
             "OMPI_MCA_mpi_yield_when_idle": "1",
             # At Horovod's 1 ms a small model's step is mostly waiting.
             "HOROVOD_CYCLE_TIME": "0.1",
             # Ours (see scripts/horovod-*.patch): a rank that has nothing to exchange does not wake every cycle, ...
             "HOROVOD_IDLE_WAIT_MS": "1000",
-            # ... and MPI reduces large tensors in pieces: on one host what a cache holds; over a network more, for at
-            # the end of each the link waits until a computing thread leaves this one the core.
+            # ... and MPI reduces large tensors in pieces. On one host a piece fits into the cache. Over a network it is
+            # larger, because after each piece the link idles until this thread gets a core.
             "HOROVOD_MPI_PIECE_BYTES": str((8 if here.local_size == here.size else 32) << 20),
-            # UCX, below Open MPI, would take SIGHUP for its own debugging, and a closed terminal would end nothing.
+            # UCX, below Open MPI, would handle SIGHUP itself, and closing the terminal would not end the ranks.
             "UCX_DEBUG_SIGNO": "0",
-            # Open MPI's default less "put", whose acknowledgements take turns with the data: messages of 2 MB and more
-            # crossed a 1 Gbit link at two thirds of its speed or less.
+            # Open MPI's default without "put", whose acknowledgements alternate with the data: messages of 2 MB and
+            # more reached at most two thirds of the speed of a 1 Gbit link.
             "OMPI_MCA_btl_tcp_flags": "send,inplace,need-ack,need-csum,hetero-rdma",
-            # Ranks that call different things wait for one another. The limit is torch's own for NCCL: a rank that
+            # Ranks that call different collectives wait for one another. The limit is torch's for NCCL: a rank that
             # saves, evaluates or builds a graph while the others wait may take minutes.
             STALL: (limit := os.environ.get(STALL, STALL_SECONDS)),
             "HOROVOD_STALL_CHECK_TIME_SECONDS": str(_check_seconds(limit)),
@@ -114,7 +112,7 @@ def prepare_rank(
 ) -> tuple[int, dict[str, dict[str, str]]]:
     """Bind this rank to its cores and set its environment, before any framework is loaded.
 
-    Returns its threads, and for each variable {"value": ..., "chosen_by": "user" or "hvd_train"}.
+    Returns the number of threads, and for each variable {"value": ..., "chosen_by": "user" or "hvd_train"}.
     """
     bind(here)
     count = threads(wanted_threads, here)
@@ -130,25 +128,25 @@ KEPT_BYTES = (1 << 30, (1 << 31) - 1)
 
 
 def _check_seconds(limit: str) -> int:
-    """Return the seconds between two looks for a stall. Horovod wants fewer than the limit, and at the first warns."""
+    """Return the seconds between stall checks. Horovod requires fewer than the limit, and warns at the first check."""
     return max(1, min(60, int(limit) // 10)) if limit.isdigit() and int(limit) else 60
 
 
 def keep_memory() -> bool:
-    """Let this process keep memory that it frees. False: the C library has no such switch, or the user set another.
+    """Let malloc keep freed memory. Returns False if the C library has no such option, or the user has set one.
 
-    glibc hands large blocks back to the kernel at once, and every step takes them again, page by page: a million page
-    faults in 500 steps of SINGA's CNN, a tenth of its time. Peak memory stays the same where buffers are small; BERT's
-    logits of 42 MB do not always find a hole of their size: a rank takes 80 to 160 MB more than it needs.
+    glibc returns large blocks to the kernel at once, and each step faults them in again: a million page faults in 500
+    steps of SINGA's CNN, a tenth of its time. With small buffers peak memory stays the same. With BERT's logits of 42
+    MB the heap fragments, and a rank uses 80 to 160 MB more.
     """
     return _mallopt({M_MMAP_THRESHOLD: KEPT_BYTES[0], M_TRIM_THRESHOLD: KEPT_BYTES[1]})
 
 
 def share_memory() -> bool:
-    """Let all threads of this process take memory from one place. Must be called before they start.
+    """Let all threads allocate from one heap (malloc arena). Must be called before they start.
 
-    A thread's own heap goes back to the kernel as soon as all of it is free, whatever ``keep_memory`` says: under
-    Keras' ``fit`` half of a wide layer's gradient in every step.
+    A thread's own arena returns to the kernel as soon as it is empty, despite ``keep_memory``: under Keras' ``fit``
+    half of a wide layer's gradient in every step.
     """
     return _mallopt({M_ARENA_MAX: 1})
 

@@ -1,4 +1,4 @@
-"""End a rank after an error: one line on stderr, the exit code, and no other rank left waiting."""
+"""End a rank after an error: print one line, exit with its code, and leave no other rank waiting."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hvd_train.run_folder import layout
 from hvd_train.run_folder.terminal import say
 
 SPEAK_SECONDS = 3.0  # mpirun takes about a second to end the other ranks
-# For rank 0 to print an error that all ranks have: on a busy machine it may come to it many seconds later than others.
+# how long to wait for rank 0 to print an error that all ranks have; a busy machine may delay it by many seconds
 COMMON_SECONDS = 15.0
 
 
 def rank_tag(ranks: Sequence[int] = ()) -> str:
-    """Return ``[rank 1]``: where an error came up. Empty for a process that was started alone."""
+    """Return the tag ``[rank 1]`` of an error line; empty for a process that was started alone."""
     try:
         here = world()
     except TrainError:
@@ -36,10 +36,9 @@ def rank_tag(ranks: Sequence[int] = ()) -> str:
 
 
 def print_error(text: str, lines: Sequence[str], code: int, common: bool = False) -> None:
-    """Print the lines of the error ``text``, unless rank 0 prints the same error; ``common``: all ranks raised it."""
-    # Rank 0 prints at once. Another rank waits: if rank 0 has the same error, the launcher ends this rank meanwhile.
-    # Some launchers end nobody, so rank 0 is asked. A rank that left at once would end rank 0 before it has printed:
-    # mpirun ends all ranks when one of them fails.
+    """Print the lines of an error, unless rank 0 prints the same ``text``. ``common``: all ranks raised it."""
+    # Rank 0 prints at once. Another rank waits first: mpirun ends all ranks when one fails, so leaving at once could
+    # end rank 0 before it has printed. Where the launcher ends no ranks, rank 0 is asked whether it has the same error.
     others, same = rendezvous.current() if rank_tag() else None, None
     if rank_tag() not in ("", "[rank 0]"):
         if others is None:
@@ -59,14 +58,14 @@ def exit_rank(code: int) -> NoReturn:
         listener.report_end(code=code, line=f"left with code {code}")
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python's exit would call Horovod's, which waits for ranks that may never come, and close files.
+    # sys.exit() would run Horovod's shutdown, which waits for ranks that may never come, and close files.
     if rank_tag() or files.hanging():
         os._exit(code)
     sys.exit(code)
 
 
 def exit_with_error(error: BaseException) -> None:
-    """Print an error and end this process: a line for a mistake of the user, else the traceback as well."""
+    """Print an error and end this process. Errors that are not the user's also print a traceback."""
     summary = named_reason(error)[:2000]
     kept = _report_error(error, summary)
     if isinstance(error, LostRankError):
@@ -74,7 +73,7 @@ def exit_with_error(error: BaseException) -> None:
     if isinstance(error, TrainError):
         print_error(str(error), _lines(error), error.exit_code, error.common)
         exit_rank(error.exit_code)
-    # In one piece: ranks write to the same terminal.
+    # One write, because all ranks share the terminal.
     say("\n".join([f"error{rank_tag()}: {summary}", *_trace(error, kept)]), err=True)
     others = rendezvous.current() if rank_tag() else None
     if others is not None:
@@ -83,7 +82,7 @@ def exit_with_error(error: BaseException) -> None:
 
 
 def end_at_once(error: TrainError) -> NoReturn:
-    """Print an error and end this process. Any thread may call it, as the main one may hang."""
+    """Print an error and end this process, from any thread: the main thread may hang."""
     _report_error(error, str(error))
     print_error(str(error), _lines(error), error.exit_code)
     if listener := current_listener():
@@ -92,10 +91,10 @@ def end_at_once(error: TrainError) -> NoReturn:
 
 
 def _trace(error: BaseException, kept: str) -> list[str]:
-    """Return the lines below an error that no check has caught: those of the user's code first, and what it was given.
+    """Return the lines to print below an unexpected error: first the user's code, then the values it was given.
 
-    Where no line is the user's: which layer of the model. ``kept``: the file with the whole traceback, which is printed
-    too where there is none, or nothing of the user's in it.
+    Without a line of user code, names the layer of the model. ``kept``: the file with the traceback; without it, or
+    without user code, the traceback is printed too.
     """
     from hvd_train.config.user_code import failed_layer, user_frames
 
@@ -110,7 +109,7 @@ def _trace(error: BaseException, kept: str) -> list[str]:
 
 
 def _report_error(error: BaseException, summary: str) -> str:
-    """Report the error to whoever started this rank; return the file with its traceback, if one was written."""
+    """Report the error to the process that started this rank. Returns the file with the traceback, if written."""
     listener, kept = current_listener(), ""
     if listener is None:
         return kept
@@ -124,21 +123,21 @@ def _report_error(error: BaseException, summary: str) -> str:
 
 
 def _exit_after_lost(error: LostRankError) -> NoReturn:
-    """End this rank because another one was lost, with the exit code of that one if it is known."""
+    """End this rank because another one was lost, with that rank's exit code if it is known."""
     listener = current_listener()
     code = rendezvous.exit_code_of_lost(error.exit_code)
-    # Who watches this rank, or has reported the cause, says more: the cause comes first.
+    # The watching process, or the rank that failed, prints the cause, which must come first.
     if not (listener and listener.is_watched) and not peers.cause_reported():
         lost = peers.lost()
         line = str(error).replace(SOME_RANK, lost, 1) if lost else str(error)
         say(f"error{rank_tag()}: {line}", err=True)
-    # The launcher reports the code of the rank that ends first. That should be the lost one's, not ours.
+    # The launcher reports the code of the rank that ends first, which should be the lost rank.
     time.sleep(1.0)
     exit_rank(code)
 
 
 def _keep_traceback(run_dir: Path | None, summary: str, error: BaseException) -> str:
-    """Write the traceback into the run folder, and return the file, or nothing if it cannot be written."""
+    """Write the traceback into the run folder. Returns the file, or None if it cannot be written."""
     if run_dir is None:
         return ""
     text = "".join([f"{summary}\n\n", *traceback.format_exception(error)])
@@ -148,9 +147,9 @@ def _keep_traceback(run_dir: Path | None, summary: str, error: BaseException) ->
 
 
 def _lines(error: TrainError) -> list[str]:
-    """Return ``error[rank 1]: what; where; what to do``, and the line of the user's code that raised, where one did.
+    """Format ``error[rank 1]: what; where; what to do``, followed by the line of user code that raised, if any.
 
-    A table below the first line is indented and stands as it is.
+    Further lines (a table) are only indented.
     """
     from hvd_train.config.user_code import user_place
 

@@ -49,10 +49,10 @@ def call(
 
 
 def _paths() -> dict[str, list[str]]:
-    """Return where the ranks are to look for modules, and which ones in the folder of this script or notebook.
+    """Return sys.path for the ranks, and the modules to import from this script's or notebook's folder.
 
-    Python puts that folder first, and there it stands for the caller alone. For the ranks it comes last, except for
-    the modules that the caller has from it: a file in it takes the place of no other.
+    Python puts that folder first on sys.path. For the ranks it comes last, so that its files shadow no other modules,
+    except those that the caller imported from it.
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
     own = {"", os.getcwd(), *([os.path.dirname(os.path.abspath(script))] if script and not is_library(script) else [])}
@@ -67,7 +67,7 @@ def _paths() -> dict[str, list[str]]:
 
 
 def _packed(what: Any) -> bytes:
-    """Return a pickle whose functions keep their file and line numbers, which cloudpickle removes: errors show them."""
+    """Pickle with the functions' file and line numbers, which cloudpickle removes and tracebacks need."""
     import cloudpickle
 
     def code(x: CodeType) -> tuple[Any, ...]:

@@ -1,15 +1,15 @@
 """``python -m hvd_train.launch.gloo -np N [-H a:2,b:2] PROGRAM ...``: start N ranks over Gloo, here or over ssh.
 
-It replaces ``horovodrun --gloo``, which puts the whole environment and the key of its services on command lines, where
-every user of a host can read them, and which loads a framework before it starts a rank.
+It replaces ``horovodrun --gloo``, which puts the environment and its secret key on command lines, where every user of a
+host can read them, and loads a framework before it starts a rank.
 
-1. The starter opens a rendezvous server, which answers only those who know its token.
+1. The starter opens a rendezvous server, which answers only requests with its token.
 2. It starts the ranks of this host. For each other host it starts an ssh, which runs this module with ``--remote``.
 3. It writes to the standard input of each ssh: first a line of JSON with the ranks to start, the token and the
    environment (so none of them is on a command line), then a line with the number of each signal.
 4. Gloo in each rank asks the server for the addresses of the others (``launch/rendezvous/server.py``).
-5. The starter waits for all ranks and ssh processes. The first code that is not 0 is the job's, and the others are
-   asked to end. If the starter dies, the standard inputs end, and so do the ranks.
+5. The starter waits for all ranks and ssh processes. The first nonzero exit code is the job's; the other ranks then get
+   SIGTERM. If the starter dies, the standard inputs close, and the ranks end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hvd_train.launch.rendezvous.endpoint import LOOPBACK, Endpoint, interface_o
 from hvd_train.launch.rendezvous.server import RendezvousServer
 from hvd_train.launch.world import World
 
-# Codes of ranks that have saved after a signal. Each of them ends by itself, so the others are not asked to.
+# Exit codes of ranks that saved after a signal. All ranks then end by themselves and need no SIGTERM.
 LEAVING = {stopped_code(number) for number in (signal.SIGTERM, signal.SIGINT)}
 SSH_FAILED = 255  # ssh(1): its own code, whatever the remote command would return
 GRACE_SECONDS = 8.0  # for ranks to end after SIGTERM; then they are killed
@@ -49,7 +49,7 @@ FIX = "look for a crash or too little memory; --resume auto goes on from there"
 
 @dataclass
 class Child:
-    """A rank of this host, or the ssh to another one."""
+    """A rank of this host, or the ssh process for another host."""
 
     name: str
     pid: int
@@ -78,8 +78,7 @@ class Child:
 
 
 class Place(NamedTuple):
-    """``world``: (rank, size, local rank, local size); ``cross``: (place among the ranks with this local rank, their
-    number)."""
+    """A rank's ``world`` (rank, size, local rank, local size) and Horovod's ``cross`` (rank, size)."""
 
     host: str
     world: tuple[int, int, int, int]
@@ -87,7 +86,7 @@ class Place(NamedTuple):
 
 
 class Children:
-    """The ranks that one process starts, and their end. ``host``: the name of this one where there are several."""
+    """The ranks and ssh processes that this process starts. ``host``: this host's name if there are several."""
 
     def __init__(self, host: str = "") -> None:
         self._host = host
@@ -116,7 +115,7 @@ class Children:
             child.signal(number)
 
     def suspend(self, number: int) -> None:
-        """Stop all ranks (SIGTSTP), with the processes that they started, or let them go on (SIGCONT)."""
+        """Suspend (SIGTSTP) or resume (SIGCONT) all ranks and the processes that they started."""
         import psutil
 
         for child in list(self._running.values()):
@@ -131,10 +130,10 @@ class Children:
 
     @contextmanager
     def forwarding_signals(self) -> Iterator[None]:
-        """Start children within this block. Signals are forwarded to them from its end on.
+        """Forward signals to the children that are started within this block, once it ends.
 
-        A signal that comes within the block is blocked until all children are known. Otherwise it would end this
-        process alone, or reach only the children that were started before it. Children do not inherit the block.
+        Signals are blocked within the block. Otherwise one could end this process alone, or reach only some of the
+        children. Children do not inherit the blocked signals.
         """
         self._mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)}
         try:
@@ -150,16 +149,16 @@ class Children:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def wait(self) -> int:
-        """Wait until all have ended, and return the first exit code that is not 0; 128 + N of a rank ended by signal N.
+        """Wait until all have ended. Returns the first nonzero exit code, 128 + N if signal N ended the rank.
 
-        After that code the other ranks are asked to end. With a host's name, a rank that a signal ended is printed as
-        an error line, and the exit code is 5: the starter on the first host cannot know which rank of this one it was.
+        The other ranks then get SIGTERM. If ``host`` is set, a rank killed by a signal is printed as an error line, and
+        the exit code is 5: the starter on the first host cannot know which rank it was.
         """
         first, named = 0, False
         while self._running:
             for child, code in self._ended():
                 lost = first in (0, CommunicationError.exit_code)
-                # Also of one whose end takes longer than that of a rank which has lost it.
+                # This also finds a killed rank that takes longer to end than the ranks that lost it.
                 if cause := bool(self._host) and not child.ssh and lost and not named and self._is_cause(code):
                     how = f"{child.name} on host {self._host} was ended by {signal.Signals(-code).name}"
                     print(f"error: {CommunicationError(how, fix=FIX)}", file=sys.stderr, flush=True)
@@ -178,9 +177,9 @@ class Children:
         return first
 
     def _ended(self) -> list[tuple[Child, int]]:
-        """Wait for a child, and return all that have ended with their exit codes, those that a signal ended first.
+        """Wait for a child. Returns all that have ended and their exit codes, those killed by a signal first.
 
-        A rank that loses another one ends soon, so where both are seen at one look the killed one is the cause.
+        A rank that loses another one ends soon after, so if both have ended the killed one is the cause.
         """
         pid, status = os.wait()
         ended = []
@@ -194,7 +193,7 @@ class Children:
         return sorted(ended, key=lambda one: one[1] >= 0)
 
     def _is_cause(self, code: int) -> bool:
-        """Return whether a signal ended a child that was not sent here, nor is a crash while the others end."""
+        """Return whether the child was killed by a signal from elsewhere, before the others were told to end."""
         if self._sent:
             return code == -signal.SIGKILL and signal.SIGKILL not in self._sent
         return code < 0
@@ -207,12 +206,12 @@ class Children:
 
 
 def variables(place: Place, address: str, port: int, token: str, network: str) -> dict[str, str]:
-    """Return horovodrun's variables of a rank. ``network``: its interface, empty if Gloo is to choose."""
+    """Return the variables that horovodrun would set. ``network``: the interface, "" to let Gloo choose."""
     return Endpoint(address, port, token, network, place.cross).horovod_variables(World(*place.world), place.host)
 
 
 def places(slots: Mapping[str, int], size: int) -> list[Place]:
-    """Return each rank's place, with hosts filled one after the other."""
+    """Assign ranks to hosts, filled one after the other."""
     counts: dict[str, int] = {}
     for host, count in slots.items():
         counts[host] = min(count, size - sum(counts.values()))
@@ -226,7 +225,7 @@ def places(slots: Mapping[str, int], size: int) -> list[Place]:
 
 
 def start(size: int, hosts: Hosts | None, program: list[str]) -> int:
-    """Start all ranks, wait until they have ended on all hosts, and return the exit code as ``Children.wait`` says."""
+    """Start all ranks on all hosts and wait for their end. Returns the exit code of ``Children.wait``."""
     slots = hosts.slots if hosts else {"localhost": size}
     ranks: dict[str, list[Place]] = {}
     for place in places(slots, size):
@@ -238,8 +237,8 @@ def start(size: int, hosts: Hosts | None, program: list[str]) -> int:
     port, token = server.server_port, server.token
     children = Children(platform.node() if hosts else "")
     with children.forwarding_signals():
-        # Within the block: a thread keeps the mask with which it starts, and any thread that blocks nothing would take
-        # a signal, which ends the process.
+        # Within the block, because a thread inherits the signal mask: one that blocks nothing would receive the signal
+        # and end the process.
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for host, group in ranks.items():
             if host in remote:
@@ -252,22 +251,22 @@ def start(size: int, hosts: Hosts | None, program: list[str]) -> int:
 
 
 def _variables_of(ranks: Iterable[Place], *endpoint: Any) -> dict[int, dict[str, str]]:
-    """Return {rank: its variables}; ``endpoint``: address, port, token and network, as for ``variables``."""
+    """Return {rank: variables}. ``endpoint``: address, port, token and network, as in ``variables``."""
     return {place.world[0]: variables(place, *endpoint) for place in ranks}
 
 
 def is_here(host: str) -> bool:
-    """Return whether a name is this host's."""
+    """Return whether a host name means this host."""
     if host in ("localhost", platform.node()):
         return True
     with suppress(OSError):
         address = socket.gethostbyname(host)
         return address.startswith("127.") or bool(interface_of(address))
-    return False  # a name of ssh's configuration
+    return False  # an alias in ssh's configuration
 
 
 def _addresses(networks: Sequence[str]) -> list[str]:
-    """Return the IPv4 addresses at which other hosts may reach this one: of ``networks``, or of all interfaces."""
+    """Return the IPv4 addresses of this host on ``networks``, or on all interfaces."""
     import psutil
 
     addresses = [
@@ -280,7 +279,7 @@ def _addresses(networks: Sequence[str]) -> list[str]:
 
 
 def _interface_to(hosts: Sequence[str]) -> str:
-    """Return the interface by which this host reaches the others."""
+    """Return the network interface that routes to the other hosts."""
     for host in hosts:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             # "Connecting" a UDP socket only chooses the route. Nothing is sent, so the port does not matter.
@@ -299,7 +298,7 @@ def _ssh(host: str) -> list[str]:
 
 
 def start_remote() -> int:
-    """Start the ranks of this host that standard input lists. When it ends, the starter is gone: end them, too."""
+    """Start the ranks of this host that standard input lists. End them when it closes: the starter is gone."""
     lines = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # ranks read nothing
     line = lines.readline()
@@ -323,7 +322,7 @@ def start_remote() -> int:
 
 
 def _listen(lines: Iterable[bytes], children: Children) -> None:
-    """Send the ranks the signals that come in, a line each; at the end of the lines end the ranks."""
+    """Forward signals, one number a line, to the ranks. End the ranks when the lines end."""
     for line in lines:
         (children.suspend if int(line) in SUSPENDING else children.signal)(int(line))
     # The starter or the connection is gone. Ranks may save first.
@@ -333,7 +332,7 @@ def _listen(lines: Iterable[bytes], children: Children) -> None:
 
 
 def _server_address(message: Mapping[str, Any]) -> str:
-    """Return an address of the starter that answers from here: where ssh came from, or any other of its addresses."""
+    """Return an address of the starter that can be reached from here: ssh's origin if possible."""
     came_from = os.environ.get("SSH_CONNECTION", "").split()[:1]
     addresses = list(dict.fromkeys([*(came_from if not message["networks"] else []), *message["addresses"]]))
     for address in addresses:

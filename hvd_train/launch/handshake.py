@@ -1,4 +1,4 @@
-"""Connections between the processes of several hosts: both sides prove that they know a token, and do not show it."""
+"""Connections between hosts, where both sides prove that they know a token without sending it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-HELLO_SECONDS = 5.0  # for a connection to show the token, from its first byte to the last
+HELLO_SECONDS = 5.0  # for the proof of a connection, from its first byte to the last
 LARGE_BYTES = 64 << 10
-SMALL_SEGMENT = 536  # bytes of TCP that every network carries (RFC 879): no MTU swallows what reports a rank
+SMALL_SEGMENT = 536  # TCP segment size that every network carries (RFC 879), so that no MTU drops reports
 
 
 def listener(ports: Sequence[int]) -> socket.socket:
@@ -23,11 +23,11 @@ def listener(ports: Sequence[int]) -> socket.socket:
 
 
 def connect(address: str, port: int, seconds: float, small: bool) -> socket.socket:
-    """Connect by IPv4. ``small``: both sides send small packets alone. Raises OSError."""
+    """Connect over IPv4. ``small``: limit both sides to small packets. Raises OSError."""
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         if small:
-            # Before connecting: TCP agrees on the size of segments in its first packets.
+            # Before connecting, because TCP negotiates the segment size in its first packets.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SMALL_SEGMENT)
         connection.settimeout(seconds)
         connection.connect((address, port))
@@ -59,8 +59,8 @@ def _proof(token: str, *words: object) -> str:
 
 
 def _read_line(connection: socket.socket, seconds: float) -> bytes:
-    """Read up to 256 bytes, all of them within the time."""
-    # Byte by byte: what follows the line is for the next reader.
+    """Read a line of up to 256 bytes within ``seconds`` in all."""
+    # Byte by byte, so that the bytes after the line stay for the next reader.
     stop, line = time.monotonic() + seconds, b""
     while not line.endswith(b"\n"):
         connection.settimeout(max(0.01, stop - time.monotonic()))
@@ -72,9 +72,9 @@ def _read_line(connection: socket.socket, seconds: float) -> bytes:
 
 
 def greet(connection: socket.socket, token: str, hosts: int) -> tuple[int, str]:
-    """Return the host and the kind of connection that the other side has proved to be. Called by the hub."""
-    # The random numbers of both sides are in each proof, so a proof that was recorded earlier is worth nothing. Its
-    # first word keeps the proof of one side from being sent back as that of the other.
+    """Verify a leaf's proof, on the hub. Returns its host and kind of connection."""
+    # The random numbers of both sides are in each proof, so a recorded proof cannot be replayed. The first word
+    # prevents reflecting one side's proof as the other's.
     mine = secrets.token_hex(16)
     connection.sendall(f"{mine}\n".encode())
     words = _read_line(connection, HELLO_SECONDS).decode("ascii", "replace").split()
@@ -88,7 +88,7 @@ def greet(connection: socket.socket, token: str, hosts: int) -> tuple[int, str]:
 
 
 def introduce(connection: socket.socket, token: str, host: int, kind: str) -> None:
-    """Prove to the hub that this host knows the token, and let it do the same; none shows the token."""
+    """Prove to the hub that this host knows the token, and verify the hub's proof."""
     theirs, mine = _read_line(connection, HELLO_SECONDS).decode("ascii", "replace").strip(), secrets.token_hex(16)
     proof = _proof(token, "host", theirs, mine, host, kind)
     connection.sendall(f"{mine} {host} {kind} {proof}\n".encode())

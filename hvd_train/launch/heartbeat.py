@@ -6,11 +6,11 @@ ranks are stopped or hold Python's lock. The one on rank 0's host is the hub; th
 - A leaf opens two connections to the hub, and both sides prove that they know the job's token (``handshake.py``).
 - "small": every ``BEAT_SECONDS`` the leaf sends a line of JSON with its ranks' status. The hub answers with a line:
   a request for stacks, the ranks that were lost, and "end" once the job is to end.
-- "large": a message of ``LARGE_BYTES`` every ``LARGE_SECONDS``, which the hub sends back. A wrong MTU loses large
-  packets and lets small ones pass, so training hangs although each host hears the other.
+- "large": a message of ``LARGE_BYTES`` every ``LARGE_SECONDS``, which the hub sends back. A wrong MTU drops only large
+  packets: training then hangs although the hosts hear one another.
 - The hub judges all ranks by the rules of ``hosts_watchdog.py``, and ends them through its answers. A silent host is
-  only blamed if no rank that the hub does hear goes on. A leaf judges the hub by the same rules, but later, so that the
-  two sides of a broken network do not blame each other at the same time.
+  blamed only if no other rank makes progress. A leaf judges the hub by the same rules, but later, so that the two sides
+  of a broken network do not blame each other at the same time.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from hvd_train.launch.local_ranks import LocalRanks
 from hvd_train.launch.status import StatusTable
 
 BEAT_SECONDS, LARGE_SECONDS = 1.0, 4.0  # seconds; 64 KiB each way every 4 s are 0.03 % of a 1 Gbit/s link
-LINE_BYTES = 8 << 20  # of a report, with the stacks of a host's ranks
-STRANGERS = 64  # connections that have not shown it: one more ends the oldest
-OPEN_SECONDS = 60.0  # for the hub to listen
+LINE_BYTES = 8 << 20  # limit of a report, which may hold the stacks of a host's ranks
+STRANGERS = 64  # unverified connections at a time: one more closes the oldest
+OPEN_SECONDS = 60.0  # for the hub to start listening
 CONNECT_SECONDS = 5.0
-STACK_SECONDS = 13.0  # for the stacks of all hosts to come, more than one host takes (watchdog.LATE_SECONDS)
-LATER_SECONDS, TURN_SECONDS = 15.0, 3.0  # by which a host waits longer than the hub, and than the host before it
+STACK_SECONDS = 13.0  # for the stacks of all hosts; longer than one host takes (watchdog.LATE_SECONDS)
+LATER_SECONDS, TURN_SECONDS = 15.0, 3.0  # how much longer a leaf waits than the hub, and than the previous leaf
 EXIT_SECONDS = 2.0  # for the hub's ranks to end first
 
 
 class Job(NamedTuple):
-    """The facts that a host's process is started with.
+    """The arguments of a host's process.
 
-    ``hosts``: [(name, ranks)], the hub's first; ``here``: this one's place there. ``path``: the status of its ranks.
-    ``limit``: seconds without a step until ranks are stuck. ``goes_on``: how the job goes on after a loss.
+    ``hosts``: [(name, ranks)], the hub's first; ``here``: this host's index there. ``path``: the status of its ranks.
+    ``limit``: seconds without a step until ranks are stuck. ``goes_on``: how the job continues after a loss.
     ``addresses`` and ``port``: where leaves find the hub, which takes the first free of ``ports``. ``verdict``: the
-    status in which the process that started all ranks looks for the end.
+    status from which the process that started all ranks reads the end of the job.
     """
 
     hosts: list[tuple[str, list[int]]]
@@ -65,12 +65,12 @@ class Job(NamedTuple):
     verdict: str = ""
 
 
-_started: list[subprocess.Popen] = []  # kept, or Python would warn of processes that still run
+_started: list[subprocess.Popen] = []  # kept, because Python warns when a Popen of a running process is collected
 
 
 def start(job: Job) -> IO[bytes]:
-    """Start this host's process, and return its output. The token goes to its standard input, unseen by others."""
-    # Isolated (-I): a module of the user's folder must not take the place of one that this process needs.
+    """Start this host's process. The token goes to its standard input, where other users cannot see it."""
+    # Isolated (-I): modules of the user's folder must not shadow those that this process needs.
     root = str(Path(__file__).parents[2])
     code = f"import sys; sys.path.append({root!r}); from hvd_train.launch.heartbeat import main; main()"
     child = subprocess.Popen([sys.executable, "-I", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -82,7 +82,7 @@ def start(job: Job) -> IO[bytes]:
 
 
 def start_hub(job: Job) -> int:
-    """Start the hub's process, and return the port at which it listens, or 0 if it does not."""
+    """Start the hub's process. Returns the port at which it listens, or 0 if it does not listen."""
     out = start(job)
     ready, _, _ = select.select([out], [], [], OPEN_SECONDS)
     word = out.readline().strip() if ready else b""
@@ -96,7 +96,7 @@ def start_hub(job: Job) -> int:
 
 
 class Hub:
-    """The process of rank 0's host, which receives the reports of all hosts.
+    """The process on rank 0's host, which receives the reports of all hosts.
 
     ``serve`` returns when this host's ranks have ended, by themselves or because the hub has ended them.
     """
@@ -132,14 +132,14 @@ class Hub:
                     self._finish()
                     return
         if self._watchdog.lost():
-            time.sleep(BEAT_SECONDS)  # until the leaves have the answer to their next report
+            time.sleep(BEAT_SECONDS)  # time for the leaves to get the answer to their next report
 
     def _finish(self) -> None:
-        """Print the verdict, and end all ranks: those of other hosts by the answers to their reports."""
+        """Print the verdict and end all ranks. Leaves are told in the answers to their reports."""
         print_error(self._watchdog.verdict(self._job.goes_on))
         self._end = {"end": EXIT_SECONDS}
         with suppress(OSError):
-            os.setpgid(0, 0)  # mpirun ends all in a rank's process group, and this process has work left
+            os.setpgid(0, 0)  # leaves the rank's process group, all of which mpirun ends, as this process has work left
         self._local.finish(0.0, self._starter)
         time.sleep(BEAT_SECONDS)
         if not self._starter:
@@ -151,7 +151,7 @@ class Hub:
             self._starter.publish(news)
 
     def _all_stacks(self) -> dict[int, list[str]]:
-        """Return {rank: what its threads do}. [""] for ranks of a host that does not answer in ``STACK_SECONDS``."""
+        """Return {rank: stacks of its threads}; [""] if its host does not answer within ``STACK_SECONDS``."""
         self._asked += 1
         self._stacks[0] = self._asked, self._local.stacks()
         stop = time.monotonic() + STACK_SECONDS
@@ -164,23 +164,23 @@ class Hub:
         return stacks
 
     def _accept(self) -> None:
-        """Accept connections until both of each leaf have come. Then nothing listens any more."""
+        """Accept connections until each leaf has opened both of its own. Then stop listening."""
         while self._missing:
             try:
                 connection, _ = self.listener.accept()
-            except OSError:  # no descriptor is left, or all have come
+            except OSError:  # no file descriptor is left, or all leaves have connected
                 time.sleep(0.05)
                 continue
             self._strangers.append(connection)
             threading.Thread(target=self._welcome, args=[connection], daemon=True).start()
-            # Those who do not know the token cannot use up the descriptors: the oldest connection gives way.
+            # Close the oldest, so that unverified connections cannot use up the descriptors.
             if len(self._strangers) > STRANGERS + 2 * len(self.hosts):
                 with suppress(OSError):
                     self._strangers[0].shutdown(socket.SHUT_RDWR)
         self.listener.close()
 
     def _welcome(self, connection: socket.socket) -> None:
-        """Serve a connection to its end, in a thread of its own."""
+        """Serve one connection until it ends, in its own thread."""
         place, kind = 0, ""
         try:
             try:
@@ -201,7 +201,7 @@ class Hub:
         connection.close()
 
     def _receive(self, connection: socket.socket, place: int) -> None:
-        """Take the reports of the leaf at ``place``, and answer each. Raises ConnectionError at their end."""
+        """Receive the reports of leaf ``place`` and answer each. Raises ConnectionError when they end."""
         host, lines = self.hosts[place], connection.makefile("rb")
         while line := lines.readline(LINE_BYTES):
             report = json.loads(line)
@@ -217,7 +217,7 @@ class Hub:
 
 
 class Leaf:
-    """The process of another host: reports its ranks to the hub, and judges the hub when that is silent."""
+    """The process on another host, which reports its ranks to the hub and watches the hub."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._local = job, LocalRanks(job.path, job.hosts[job.here][1])
@@ -228,7 +228,7 @@ class Leaf:
     def serve(self) -> None:
         name, ranks = self._job.hosts[0]
         hub = Host(name, ranks)
-        # The hub knows more, so it judges first. If it is gone, leaves take turns, so that one line is printed.
+        # The hub knows more, so it decides first. If it is gone, leaves wait for different times, so that one prints.
         later = LATER_SECONDS + TURN_SECONDS * (self._job.here - 1)
         silence = gone_hub(hub, self._job.limit + later)
         lines = self._connect("small", hub, silence)
@@ -239,11 +239,11 @@ class Leaf:
             else:
                 lines = self._beat(lines, hub, silence)
             self._judge(hub, silence)
-        if lines is not None:  # the last report: that all ranks have ended, and how
+        if lines is not None:  # the last report: how all ranks have ended
             self._send(lines, {})
 
     def _connect(self, kind: str, hub: Host, silence: Callable[..., str]) -> socket.socket | None:
-        """Try all addresses until one is the hub's, and return the connection; None if this host's ranks end before."""
+        """Try all addresses until the hub answers. Returns the connection, or None if this host's ranks end first."""
         while not self._local.ended:
             for address in self._job.addresses:
                 with suppress(OSError):
@@ -261,18 +261,18 @@ class Leaf:
         return None
 
     def _send(self, connection: socket.socket, more: Mapping[str, Any]) -> None:
-        """Send a report; one that cannot be sent is noticed when its answer is read."""
+        """Send a report. A failure to send is noticed when the answer is read."""
         report = {"ranks": self._local.report(), "large": time.monotonic() - self._large, **more}
         with suppress(OSError):
             connection.sendall(json.dumps(report).encode() + b"\n")
 
     def _beat(self, connection: socket.socket, hub: Host, silence: Callable[..., str]) -> socket.socket | None:
-        """Send one report and take its answer. Returns None if the connection has ended."""
+        """Send one report and read its answer. Returns None if the connection has ended."""
         self._send(connection, {})
         return connection if self._answered(connection, hub, silence) else None
 
     def _answered(self, connection: socket.socket, hub: Host, silence: Callable[..., str]) -> bool:
-        """Wait for the hub's answer and follow it; judge the hub meanwhile. Returns whether the connection lives."""
+        """Wait for the hub's answer and obey it; watch the hub meanwhile. Returns whether the connection is alive."""
         line = b""
         while not line.endswith(b"\n"):
             if self._local.wait(BEAT_SECONDS, connection):
@@ -302,7 +302,7 @@ class Leaf:
         return True
 
     def _send_large(self) -> None:
-        """Send large messages on a separate connection: one that is lost holds up all that follows it."""
+        """Send large messages on their own connection, as a lost one blocks all that follow."""
         connection = self._connect("large", Host("", []), lambda *more: "")
         with suppress(OSError):
             while connection:
@@ -312,7 +312,7 @@ class Leaf:
                 time.sleep(LARGE_SECONDS)
 
     def _judge(self, hub: Host, silence: Callable[..., str]) -> None:
-        """End this host's ranks if the hub's host does not answer and they stand still."""
+        """End this host's ranks if the hub is silent and they make no progress."""
         line = silence(self._local.report(), self._job.goes_on)
         if line:
             print_error(line)

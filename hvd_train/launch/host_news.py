@@ -1,7 +1,7 @@
-"""News for the process that started ranks on several hosts: all have come, one was lost, all end.
+"""News for the process that started ranks on several hosts: all have connected, one was lost, the job ends.
 
-mpirun and its daemons can wait for ever for a host that is out of reach. So the process of rank 0's host
-(``heartbeat.py``) writes news into shared memory that this process has opened, and this process ends the launcher.
+mpirun and its daemons can wait for ever for an unreachable host. So the process of rank 0's host (``heartbeat.py``)
+writes news into shared memory that this process has opened, and this process ends the launcher.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from hvd_train.launch.hosts import check_way_back
 from hvd_train.launch.launchers.base import Launcher
 from hvd_train.launch.status import VERDICT, StatusTable, host_key, supported
 
-LOOK_SECONDS, PATIENCE_SECONDS = 0.1, 5.0  # between two looks; for the launcher to end after the news that all end
-MEET_SECONDS = 60.0  # for ranks of hosts that do not reach one another by TCP
+LOOK_SECONDS, PATIENCE_SECONDS = 0.1, 5.0  # between polls; for the launcher to end after the news of the job's end
+MEET_SECONDS = 60.0  # for ranks whose hosts cannot reach one another over TCP
 
 
 class HostNews:
-    """The news of rank 0's host (``launch/heartbeat.py``), if that is this one. ``variables``: for the launcher."""
+    """The news from rank 0's host (``launch/heartbeat.py``), if it is this host. ``variables``: for the launcher."""
 
     def __init__(self, hosts: Sequence[str], launcher: Launcher) -> None:
         self._hosts, self._table = list(hosts), StatusTable(0) if supported() else None
-        # MPI's own ports may be all that a firewall lets through.
+        # A firewall may let only MPI's ports through.
         ports = any(name.startswith("OMPI_MCA_") and "port" in name for name in os.environ)
         self._asks = bool(launcher.endless_programs) and not ports and is_here(hosts[0])
         self.variables = {VERDICT: f"{self._table.path} {host_key()}"} if self._table else {}
@@ -41,11 +41,12 @@ class HostNews:
 
     @property
     def lost(self) -> str:
-        """The ranks that were lost first, with their hosts; else nothing."""
+        """The ranks that were lost first, with their hosts; empty if none was."""
         return ", ".join(self.last.get("lost", []))
 
     def wait(self, child: subprocess.Popen) -> None:
-        """Wait for the launcher's end. mpirun waits for ever for a daemon out of its reach, and crashes by SIGTERM."""
+        """Wait for the launcher, and kill it after news of the end: mpirun may wait for ever for a daemon that it
+        cannot reach, and crashes on SIGTERM."""
         stop, begun, line = math.inf, time.monotonic(), ""
         while self._table and child.poll() is None:
             news, now = self.last, time.monotonic()

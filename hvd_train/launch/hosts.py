@@ -1,4 +1,4 @@
-"""Ranks on several hosts: ``-H a:2,b:2`` or a file of hosts, and what starts them there over ssh."""
+"""Hosts from ``-H a:2,b:2`` or a hostfile, and Python commands on them over ssh."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pathlib import Path
 from hvd_train import __version__
 from hvd_train.errors import CommunicationError, ConfigError, amount
 
-# Horovod's launcher puts names into a shell, so nothing that a shell would read may be in one.
+# Horovod's launcher passes names to a shell, so they may hold no character that is special there.
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 MOST_SLOTS = 65536
-ANSWER_SECONDS = 60.0  # for ssh to connect (10 s, below) and for Python to start there, on a busy host as well
-# No question to the user: ranks have no terminal.
+ANSWER_SECONDS = 60.0  # for ssh to connect (10 s, below) and Python to start, also on a busy host
+# Never prompt: ranks have no terminal.
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no"]
 SSH += ["-o", "ConnectTimeout=10"]
 ALIVE = ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4"]  # a silent host is given up after 20 s
 VERSION = "import hvd_train; print(hvd_train.__version__)"
-# What another host runs: the first of these addresses that answers.
+# Runs on another host: connect to the first of these addresses that answers.
 CONNECT = """
 import socket
 for address in {addresses}:
@@ -52,7 +52,7 @@ class Hosts:
         return ",".join(f"{host}:{count}" for host, count in self.slots.items())
 
     def needed(self, num_proc: int) -> list[str]:
-        """Return the hosts that ``num_proc`` ranks need, filled one after the other."""
+        """Return the hosts for ``num_proc`` ranks, filled one after the other."""
         left, names = num_proc, []
         for host, count in self.slots.items():
             if left > 0:
@@ -68,7 +68,7 @@ class Hosts:
 def parse(hosts: str | None, hostfile: Path | None, interfaces: str | None) -> Hosts | None:
     """Read ``a:2,b:2`` (1 without a number), or a file with a line ``a slots=2`` for each host.
 
-    Both are the forms of Horovod and Open MPI. Returns None if neither is given. Raises ConfigError.
+    Both formats are Horovod's and Open MPI's. Returns None if neither is given. Raises ConfigError.
     """
     if hosts and hostfile:
         raise ConfigError("--hosts and --hostfile name the hosts twice", where="--hostfile", fix="give one of them")
@@ -94,7 +94,7 @@ def parse(hosts: str | None, hostfile: Path | None, interfaces: str | None) -> H
         if not match or not NAME.fullmatch(match[1]) or not (match[2] or match[3] or "1").strip("0"):
             fix = "HOST:SLOTS[,HOST:SLOTS ...], or in a file a line 'HOST slots=N' each"
             raise ConfigError(f"{row!r} is no host", where=where, fix=fix)
-        if match[1].lower() in (host.lower() for host in slots):  # capitals do not matter in names of hosts
+        if match[1].lower() in (host.lower() for host in slots):  # host names are case-insensitive
             raise ConfigError(f"{match[1]} stands twice", where=where, fix="give it once, with all its slots")
         count = match[2] or match[3] or "1"
         if len(count) > len(str(MOST_SLOTS)) or int(count) > MOST_SLOTS:
@@ -122,7 +122,7 @@ def spread(hosts: Hosts | None, num_proc: int | None, nnodes: int | None, each: 
 
 
 def ranks_in_all(num_proc: int | None, total: int) -> int:
-    """Return ``total``. Raises ConfigError if ``-np`` says another number."""
+    """Return ``total``. Raises ConfigError if ``-np`` is another number."""
     if num_proc not in (None, total):
         fix = "leave out -np"
         raise ConfigError(f"-np {num_proc}, but {total} ranks", where="--nnodes, --nproc-per-node", fix=fix)
@@ -130,14 +130,14 @@ def ranks_in_all(num_proc: int | None, total: int) -> int:
 
 
 def travelling(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a rank on another host gets; no secret is among them."""
+    """Return the environment variables for ranks on other hosts, without secrets."""
     starts = ("OMP_", "HOROVOD_", "NCCL_", "TF_", "HVD_TRAIN_")
     names = [name for name in environ if name == "PYTHONPATH" or name.startswith(starts) and "SECRET" not in name]
     return {name: environ[name] for name in sorted(names)}
 
 
 def look(hosts: Sequence[str]) -> None:
-    """Ask all hosts over ssh for this Python and this version, before anything starts there."""
+    """Check over ssh that all hosts have this Python and this version, before ranks start there."""
     answers = asked(hosts)
     for host, (code, out, error) in answers.items():
         where = f"host {host}"
@@ -156,7 +156,7 @@ def look(hosts: Sequence[str]) -> None:
 def asked(hosts: Sequence[str], code: str = VERSION) -> dict[str, tuple[int, str, str]]:
     """Run Python ``code`` on all hosts over ssh, and return {host: (exit code, output, last line of its errors)}.
 
-    The code is 255 if ssh failed, and 124 if the host did not answer in time, as timeout(1) has it.
+    The code is 255 if ssh failed, and 124, as for timeout(1), if the host did not answer in time.
     """
     path = f"PYTHONPATH={os.environ['PYTHONPATH']}" if "PYTHONPATH" in os.environ else ""
 
@@ -179,7 +179,7 @@ def asked(hosts: Sequence[str], code: str = VERSION) -> dict[str, tuple[int, str
 
 
 def check_way_back(hosts: Sequence[str]) -> str:
-    """Ask the hosts over ssh to connect to this one by TCP. Returns the line that names those that cannot, or ""."""
+    """Let the hosts connect back to this one over TCP. Returns an error line that names those that cannot, or ""."""
     import psutil
 
     all_addresses = [
@@ -198,8 +198,8 @@ def check_way_back(hosts: Sequence[str]) -> str:
 
 
 def after(hosts: Sequence[str], code: int) -> None:
-    """Raise CommunicationError if a host does not answer any more, after a job that failed with ``code``."""
-    # With these codes the ranks have printed why they end.
+    """Raise CommunicationError if a host no longer answers, after a job that failed with ``code``."""
+    # With these codes the ranks have printed their error.
     if code in (0, 2, 3, 4, 6, 75, 130):
         return
     time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""The rules that blame a rank or a host when ranks on several hosts stand still. Nothing is sent or read here."""
+"""The rules for blaming a rank or a host when ranks on several hosts hang. No network access here."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from hvd_train.errors import name_ranks
 from hvd_train.launch.status import EXCHANGE, RankStatus
 from hvd_train.launch.watchdog import PAUSE_SECONDS, WATCHED, Watchdog
 
-LARGE_LATE_SECONDS = 7.0  # one large message is sent every 4 s: this late, they are lost while small ones come
-NO_PROCESS = "-"  # stands for the kernel's letter of a process' state once there is no process
+LARGE_LATE_SECONDS = 7.0  # without a large message (one is sent every 4 s), while small ones arrive
+NO_PROCESS = "-"  # replaces the kernel's process state letter once there is no process
 
 
 @dataclass
 class Host:
-    """The last report of a host, which came at ``heard``.
+    """The last report of a host, received at ``heard``.
 
-    ``closed``: its connection has ended, or never was. ``large``: seconds between the last large message that came back
-    and the report.
+    ``closed``: it has no connection. ``large``: seconds from the last large message that came back to the report.
     """
 
     name: str
@@ -30,10 +29,10 @@ class Host:
     large: float = 0.0
     statuses: list[RankStatus] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
-    died: dict[int, float] = field(default_factory=dict)  # rank: when it was first seen to have failed
+    died: dict[int, float] = field(default_factory=dict)  # rank: when its failure was first seen
 
     def update(self, rows: Sequence[Sequence[Any]], large: float = 0.0) -> None:
-        """Take a report: (pid, step, phase, record, beats, state) of each rank. Raises ValueError for anything else."""
+        """Store a report: (pid, step, phase, record, beats, state) of each rank. Raises ValueError if malformed."""
         statuses, states = [], []
         if len(rows) != len(self.ranks):
             raise ValueError(f"{len(rows)} rows of {len(self.ranks)} ranks")
@@ -43,7 +42,7 @@ class Host:
         self.statuses, self.states, self.large = statuses, states, float(large)
         self.heard, self.closed = time.monotonic(), False
         for rank, one, state in zip(self.ranks, statuses, states, strict=True):
-            # A rank that ends because another was lost reports it ("lost"), so it is not counted as a cause.
+            # A rank that ends because another was lost reports "lost" and is not a cause.
             failed = one.record.get("code", 0) != 0 or (state == NO_PROCESS and not one.record)
             if failed and not one.record.get("lost"):
                 self.died.setdefault(rank, self.heard)
@@ -59,10 +58,10 @@ class Host:
 
 
 class HostsWatchdog(Watchdog):
-    """The watchdog of one host, extended to all ``hosts``, of which the first is this one.
+    """The watchdog for the ranks of all ``hosts``; the first is this host.
 
-    A silent host is to blame only if no rank of the others goes on: a network may lose reports while it carries
-    gradients. If large messages alone are lost, the network is to blame. ``ask`` returns {rank: its stacks}.
+    A silent host is blamed only if no rank of the others makes progress: a network may lose reports while it carries
+    gradients. If only large messages are lost, the network is blamed. ``ask`` returns {rank: its stacks}.
     """
 
     def __init__(self, hosts: Sequence[Host], limit: float, ask: Callable[[], dict[int, list[str]]]) -> None:
@@ -93,7 +92,7 @@ class HostsWatchdog(Watchdog):
         return self._ask_all()
 
     def lost(self) -> list[str]:
-        """Return the rank that was lost first, with its host, and those that were seen to be lost at the same time."""
+        """Return the rank that was lost first, and those lost at the same time, with their hosts."""
         died = sorted((when, rank) for host in self._hosts for rank, when in list(host.died.items()))
         return [f"rank {rank} on host {self.host(rank).name}" for when, rank in died if when == died[0][0]]
 
@@ -101,7 +100,7 @@ class HostsWatchdog(Watchdog):
         if not self._limit:
             return False
         now, statuses = time.monotonic(), self._read_all()
-        if now - self._before > PAUSE_SECONDS:  # this process was stopped itself, so silence means nothing
+        if now - self._before > PAUSE_SECONDS:  # this process itself was stopped, so silence means nothing
             for host in self._hosts:
                 host.heard = max(host.heard, now)
             self._still = now
@@ -150,11 +149,11 @@ class HostsWatchdog(Watchdog):
                 f"no step for {self._limit:g} s; {statuses[0].place}; set the MTU of their interfaces to what "
             )
             self._line += "the network carries (ip link set DEVICE mtu 1400)"
-            return dict.fromkeys(range(len(statuses)), ("", ""))  # no stack says more
+            return dict.fromkeys(range(len(statuses)), ("", ""))  # stacks would add nothing
         return super()._culprits(statuses, stopped)
 
     def verdict(self, goes_on: str) -> str:
-        """Return the line that names who is to blame, and where; below it the stack of a rank that stands still."""
+        """Return a line that names the blamed rank or host, followed by the stack of a rank that hangs."""
         stack = ""
         line = self._line
         if not line:
@@ -165,7 +164,7 @@ class HostsWatchdog(Watchdog):
 
 
 def gone_hub(hub: Host, limit: float) -> Callable[[Sequence[Sequence[Any]], str], str]:
-    """Return the rule by which another host judges the hub.
+    """Return the rule by which another host blames the hub.
 
     Called with the rows of a report and ``goes_on``, it returns the line that blames the hub's host once the hub has
     been silent, and this host's ranks have stood still, for ``limit`` seconds; else "".

@@ -1,6 +1,6 @@
 """Folders for the files of one job on this host, in memory or in the folder of temporary files.
 
-They are removed at the end of the job. What a killed job left is removed by its last rank, or when the next job begins.
+They are removed at the end of the job; those of a killed job by its last rank, or when the next job begins.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PREFIX = "hvd-train-"
 
 @contextmanager
 def job_folder(place: Path, kind: str) -> Iterator[Path]:
-    """Make a folder in ``place`` that lives as long as this process is in the block, and remove those of dead jobs.
+    """Create a folder in ``place`` for the duration of the block, and remove those of dead jobs.
 
     Raises OSError.
     """
     for old in place.glob(f"{PREFIX}{kind}-*"):
         remove_if_orphaned(old)
-    # Another name until it is locked: without a lock it would be an orphan's.
+    # Renamed once it is locked, because an unlocked folder counts as orphaned.
     folder = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{kind}-{os.getpid()}-", dir=place))
     lock = _lock(folder)
     folder = folder.rename(folder.with_name(folder.name[1:]))
@@ -37,7 +37,7 @@ def job_folder(place: Path, kind: str) -> Iterator[Path]:
 
 
 def remove_orphaned() -> None:
-    """Remove the folders of this rank's job if the process that made them is gone."""
+    """Remove the folders of this rank's job if the process that created them is gone."""
     for name in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
         remove_if_orphaned(Path(name))
 
@@ -47,7 +47,7 @@ def remove_if_orphaned(folder: Path) -> None:
     with suppress(OSError):
         if folder.lstat().st_uid != os.geteuid():
             return
-        lock = _lock(folder)  # BlockingIOError: the job lives
+        lock = _lock(folder)  # BlockingIOError: the job is alive
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
@@ -55,8 +55,7 @@ def remove_if_orphaned(folder: Path) -> None:
 def _lock(folder: Path) -> int:
     """Lock a folder for as long as this process lives, and return its descriptor. Raises BlockingIOError.
 
-    A lock tells the living from the dead in any container: /dev/shm may be shared by several, in each of which a pid
-    means another process.
+    A lock works across containers, which may share /dev/shm but not process ids.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -1,4 +1,4 @@
-"""The ranks of one host as another process of it sees them: their status, their stacks and their end."""
+"""The ranks of one host, seen from another process there: their status, stacks and end."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hvd_train.launch.launchers import LAUNCHERS
 from hvd_train.launch.status import StatusTable
 from hvd_train.launch.watchdog import stacks, state
 
-STACK_BYTES = 32 << 10  # of a thread: a report has a limit (LINE_BYTES in heartbeat.py)
+STACK_BYTES = 32 << 10  # of a thread, because a report is limited (LINE_BYTES in heartbeat.py)
 KILL_SECONDS = 6.0  # for a rank to end by itself
 CODE = 5
 
 
 class LocalRanks:
-    """The ranks of this host, read from their status. ``company``: the numbers of these ranks."""
+    """The ranks of this host, read from their status table. ``company``: their global ranks."""
 
     def __init__(self, path: str, company: Sequence[int]) -> None:
         self.table, self.company = StatusTable(len(company), path), list(company)
@@ -32,7 +32,7 @@ class LocalRanks:
         self._dead: set[int] = set()
 
     def wait(self, seconds: float, *more: Any) -> bool:
-        """Wait until a rank ends or one of ``more`` can be read, and return whether one of those can."""
+        """Wait until a rank ends or one of ``more`` is readable. Returns whether one of those is."""
         self.table.refresh()
         living = [self.table.open[place] for place in self.table.open.keys() - self._dead]
         ready, _, _ = select.select([*living, *more], [], [], seconds)
@@ -41,13 +41,13 @@ class LocalRanks:
 
     @property
     def ended(self) -> bool:
-        """Return whether all ranks have ended; for one that never reported, whether the first rank has."""
+        """Return whether all ranks have ended. One that never reported counts as ended when the first rank has."""
         if len(self._dead | self.table.gone) == len(self.company):
             return True
         return bool(select.select([self._parent], [], [], 0)[0]) and len(self.table.open) == len(self._dead)
 
     def report(self) -> list[list[Any]]:
-        """Return a row for each rank, as ``Host.update`` takes them."""
+        """Return a row for each rank, in the format of ``Host.update``."""
         rows = []
         for place in range(len(self.company)):
             status = self.table.read(place)
@@ -58,27 +58,28 @@ class LocalRanks:
         return rows
 
     def stacks(self) -> list[list[str]]:
-        """Return what the last threads of each rank do; the main thread is the last."""
+        """Return the stacks of each rank's last threads; the main thread is the last."""
         all_stacks = stacks(self.table, [self.table.read(place) for place in range(len(self.company))])
         return [[thread[-STACK_BYTES:] for thread in all_stacks[place][-8:]] for place in range(len(self.company))]
 
     def finish(self, delay: float, starter: StatusTable | None = None) -> None:
-        """Let the ranks end by themselves with code 5 after ``delay``, and end those that do not."""
+        """Tell the ranks after ``delay`` to end with code 5, and kill those that do not."""
         if starter:
             starter.publish({"code": CODE})
         self.table.publish({"end": delay})
-        self.table.signal(signal.SIGCONT)  # one that is stopped ends by itself as well: srun reports the highest code
+        self.table.signal(signal.SIGCONT)  # a stopped rank, too, must end with its own code: srun reports the highest
         stop = time.monotonic() + delay + KILL_SECONDS
         while not self.ended and time.monotonic() < stop:
             self.wait(0.2)
         self.table.signal(signal.SIGKILL)
 
     def end_launcher(self) -> None:
-        """End a launcher, or its daemon on this host, that waits for ever for a host out of reach, and its ssh."""
+        """End the launcher or its daemon on this host, and its ssh processes, if it waits for ever for an unreachable
+        host."""
         if self._launcher is None:
             return
-        # Its children are ranks, which have ended, and ssh processes. They are opened while it lives: later they would
-        # have another parent.
+        # Its remaining children are ssh processes. They are collected while it lives, because later they have another
+        # parent.
         pid, descriptor = self._launcher
         children = []
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -91,7 +92,7 @@ class LocalRanks:
 
 
 def _endless(rank: int) -> tuple[int, int] | None:
-    """Return the process that started this rank and a descriptor of it, if it may wait for ever for another host."""
+    """Return the process that started this rank and its pidfd, if it may wait for ever for another host."""
     with suppress(OSError, ValueError):
         parent = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
         program = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[0]

@@ -1,4 +1,4 @@
-"""Run a command to its end with its output in a file, as those that train again and again do."""
+"""Run a command with its output in a file, for commands that train many times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_train.launch.process import end_with_parent, stop_as_asked
 from hvd_train.launch.watchdog import state
 
 STOP_SECONDS = 3.0  # for a command to stop its ranks and itself
-STOPPED = (75, 130, 143)  # exit codes of what a signal has stopped
+STOPPED = (75, 130, 143)  # exit codes after a signal
 
 
 def run(line: Sequence[str], env: Mapping[str, str], log: Path) -> int:
@@ -37,7 +37,7 @@ def run(line: Sequence[str], env: Mapping[str, str], log: Path) -> int:
                 stop = time.monotonic() + STOP_SECONDS
                 while state(child.pid) not in "TZX?" and time.monotonic() < stop:
                     time.sleep(0.05)
-                os.killpg(child.pid, signal.SIGSTOP)  # one that trains by itself: without a terminal it ignores SIGTSTP
+                os.killpg(child.pid, signal.SIGSTOP)  # a training started without a terminal ignores SIGTSTP
             stop_as_asked(suspend)
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGCONT)

@@ -1,8 +1,9 @@
-"""Ranks that watch one another if no ``-np`` on one host does: under a launcher alone, over hosts, in user scripts.
+"""Ranks that watch one another where no ``-np`` process watches them: under other launchers, over several hosts, in
+user scripts.
 
-On one host the first few ranks look at all of them, each from a thread. Several do, because one of them may be the rank
-that is stopped. They read shared memory and not Horovod, whose own check waits for a stopped rank as all others do.
-Over several hosts a process on each host reports to that of rank 0 (``launch/heartbeat.py``).
+On one host the first few ranks watch all ranks, each from a thread; several, because one of them may be the stopped
+rank. They read shared memory, because Horovod's own stall check hangs with a stopped rank. Over several hosts a process
+on each host reports to that of rank 0 (``launch/heartbeat.py``).
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from hvd_train.launch.watchdog import DEAD, Watchdog, state
 if TYPE_CHECKING:
     from hvd_train.protocol import Communicator
 
-LOOK_SECONDS, LOOKERS = 0.5, 4  # seconds between two looks; how many ranks of a host look
-WRITE_SECONDS = 5.0  # for another rank of this host to write who is stuck
-NEWS_SECONDS = 3.0  # for the news which rank was lost to reach the other hosts
+LOOK_SECONDS, LOOKERS = 0.5, 4  # seconds between polls; how many ranks of a host watch
+WRITE_SECONDS = 5.0  # for another rank of this host to print who is stuck
+NEWS_SECONDS = 3.0  # for the name of the lost rank to reach the other hosts
 PORT, PORTS = "HVD_TRAIN_PORT", 16  # the first of the ports that a firewall leaves open, as of srun's ranks
 
 
 class Company(NamedTuple):
-    """The ranks of this host; ``hosts``: how many hosts report to one another."""
+    """The ranks of this host. ``hosts``: the number of hosts that report to one another."""
 
     table: StatusTable
     ranks: list[int]
@@ -43,18 +44,18 @@ _companies: list[Company] = []
 
 
 def watch(communicator: Communicator, limit: float, goes_on: str = "") -> StatusSlot | None:
-    """Watch one another from now on. All ranks end with code 5 if one is stuck for ``limit`` seconds (0: never).
+    """Begin to watch all ranks. All end with code 5 if one is stuck for ``limit`` seconds (0: never).
 
-    Must be called on all ranks. Returns the slot for this rank's status, or None if nobody on this host reads it.
-    ``goes_on`` says how the job goes on after a loss.
+    Must be called on all ranks. Returns the slot for this rank's status, or None if no process on this host reads it.
+    ``goes_on`` says how the job continues after a loss.
     """
-    # All ranks go through the same collectives, also those that have nothing to watch.
+    # All ranks call the same collectives, even those with nothing to watch.
     hosts = _gather_hosts(communicator)
     here = next(k for k, (_, ranks) in enumerate(hosts) if communicator.rank in ranks)
     name, company = hosts[here]
     alone = (len(company) == 1 and len(hosts) == 1) or not limit or not supported()
     first = company[0] == communicator.rank
-    # The first rank of each host makes the table. The others open it through /proc by its path.
+    # The first rank of each host creates the table. The others open it by its path in /proc.
     table = StatusTable(len(company)) if first and not alone else None
     paths = communicator.allgather_bytes((table.path if table else "").encode(), "status")
     path = paths[company[0]].decode()
@@ -63,7 +64,7 @@ def watch(communicator: Communicator, limit: float, goes_on: str = "") -> Status
         try:
             slot = StatusSlot(path, company.index(communicator.rank))
             table = table or StatusTable(len(company), path)
-        except OSError:  # a kernel that keeps processes apart
+        except OSError:  # a kernel that isolates processes
             table = None
     beats = len(hosts) > 1 and _beat(communicator, heartbeat.Job(hosts, here, path, limit, goes_on, ""), first)
     if slot is None or table is None:
@@ -87,7 +88,7 @@ def _gather_hosts(communicator: Communicator) -> list[tuple[str, list[int]]]:
 
 
 def _beat(communicator: Communicator, job: heartbeat.Job, first: bool) -> bool:
-    """Start the process of each host; return False if none listens."""
+    """Start the heartbeat process of each host. Returns False if the hub does not listen."""
     # Rank 0's host listens first. Its token, addresses and port then go to the other hosts over Horovod.
     offer = ""
     if communicator.rank == 0 and job.path:
@@ -109,7 +110,7 @@ def _beat(communicator: Communicator, job: heartbeat.Job, first: bool) -> bool:
 
 
 def host_addresses() -> list[str]:
-    """Return this host's IPv4 addresses: first those of networks that the user named, last the loopback's."""
+    """Return this host's IPv4 addresses, those of networks that the user named first and loopback last."""
     import psutil
 
     named = ",".join(os.environ.get(name, "") for name in ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include"))
@@ -123,30 +124,30 @@ def host_addresses() -> list[str]:
 
 
 def cause_reported() -> bool:
-    """Return whether a rank of this host, or the process for all hosts, has printed the cause, and ends all."""
+    """Return whether another process has printed the cause and is ending all ranks."""
     return any(one.table.claimed() or "end" in one.table.news() for one in _companies)
 
 
 def left() -> list[int]:
-    """Return the ranks of this host that have come to the end of their script by themselves."""
+    """Return the ranks of this host that have finished their script."""
     return list(ended())
 
 
 def ended() -> dict[int, dict]:
-    """Return {rank: its last record} of the ranks of this host that have come to the end of their script."""
+    """Return {rank: last record} for the ranks of this host that have finished their script."""
     records = {rank: one.table.read(place).record for one in _companies for place, rank in enumerate(one.ranks)}
     return {rank: record for rank, record in records.items() if record.get("code") == 0}
 
 
 def lost() -> str:
-    """Return which rank has ended too early, "rank 1 on host node2", as soon as it is known; else nothing."""
+    """Return the rank that ended too early, "rank 1 on host node2", waiting until it is known; "" if none did."""
     stop = time.monotonic() + NEWS_SECONDS
     while _companies and time.monotonic() < stop:
         for one in _companies:
             lost_ranks = one.table.news().get("lost") or _lost_here(one)
             if lost_ranks:
                 return ", ".join(lost_ranks)
-        # On one host the kernel knows at once who has ended; over hosts the news must travel.
+        # On one host the kernel knows at once who has ended; from other hosts the news takes a moment.
         if all(one.hosts == 1 for one in _companies) and time.monotonic() > stop - NEWS_SECONDS / 2:
             break
         time.sleep(0.05)
@@ -155,7 +156,7 @@ def lost() -> str:
 
 def _lost_here(company: Company) -> list[str]:
     if company.hosts > 1:
-        return []  # the process of this host says it, in the order in which ranks were lost
+        return []  # the process of this host knows in which order ranks were lost
     statuses = {rank: company.table.read(place) for place, rank in enumerate(company.ranks)}
     gone = [rank for rank, one in statuses.items() if one.pid and not one.record and state(one.pid) in DEAD]
     gone += [rank for rank, one in statuses.items() if one.record.get("code") and not one.record.get("lost")]
@@ -163,7 +164,7 @@ def _lost_here(company: Company) -> list[str]:
 
 
 def _follow(table: StatusTable) -> None:
-    """End this rank when the process of its host says so. A thread: the main one may wait in Horovod for ever."""
+    """End this rank when its host's process says so. Runs in a thread, because the main one may hang in Horovod."""
     while "end" not in (news := table.news()):
         time.sleep(LOOK_SECONDS)
     time.sleep(float(news["end"]))
@@ -171,7 +172,7 @@ def _follow(table: StatusTable) -> None:
 
 
 def _look(table: StatusTable, company: list[int], limit: float, goes_on: str) -> None:
-    """Watch the ranks of this host, and end this rank when one is stuck. The first that sees it prints who it is."""
+    """Watch the ranks of this host, and end this rank when one is stuck. The first to notice prints which one."""
     watchdog = Watchdog(table, limit)
     while not watchdog.look():
         time.sleep(LOOK_SECONDS)
@@ -179,10 +180,10 @@ def _look(table: StatusTable, company: list[int], limit: float, goes_on: str) ->
     culprit = min(stuck)
     what, stack = stuck[culprit]
     where = f"; {table.read(company.index(culprit)).place}; {goes_on}" if goes_on else ""
-    # Of the ranks that look, one prints.
+    # Only one of the watching ranks prints.
     if table.claim():
         with suppress(OSError):
             os.write(2, "\n".join([f"error[rank {culprit}]: {what}{where}", *stack.splitlines(), ""]).encode())
     else:
-        time.sleep(WRITE_SECONDS)  # a launcher ends all with the first, and another is writing
+        time.sleep(WRITE_SECONDS)  # the launcher would end the rank that is still printing
     os._exit(5)

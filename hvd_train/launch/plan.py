@@ -1,4 +1,4 @@
-"""The ranks that the options of ``fit`` ask for: in an allocation, or started and watched by this process."""
+"""How ``fit`` starts its ranks: in an allocation, or on hosts that this process starts and watches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvd_train.launch.supervise import supervise
 
 
 def starts_ranks(num_proc: int | None) -> bool:
-    """Return whether this process is to start the ranks of ``-np``, and is not one of them."""
+    """Return whether this process must start the ranks of ``-np`` rather than be one of them."""
     here = world()
     if num_proc is not None and here.launcher and here.size != num_proc:
         raise ConfigError(
@@ -34,7 +34,7 @@ def starts_ranks(num_proc: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Restarts:
-    """The rule for a lost rank: at most ``most`` new starts, with ``spares`` processes at hand."""
+    """What to do after a lost rank: at most ``most`` restarts, with ``spares`` standby processes."""
 
     most: int = 0
     min_np: int | None = None
@@ -63,7 +63,7 @@ class InAllocation:
         return self.launcher.command(self.layout, _program(words))
 
     def check(self) -> None:
-        """Raise ConfigError for a mistake in the options, which is named before one of the place: no allocation."""
+        """Raise ConfigError for wrong options, and only then for a missing allocation."""
         self.command([])
         self.launcher.check()
 
@@ -74,7 +74,7 @@ class InAllocation:
 
 @dataclass(frozen=True)
 class Launched:
-    """Ranks on this host, or on others that ssh reaches."""
+    """Ranks on this host, or on other hosts over ssh."""
 
     num_proc: int
     launcher: str
@@ -87,13 +87,14 @@ class Launched:
         return command(self.num_proc, choose(self.launcher).name, words, hosts=self.hosts)
 
     def check(self) -> None:
-        """Raise ConfigError for a mistake in the options, and CommunicationError for a host that cannot take ranks."""
+        """Raise ConfigError for wrong options, and CommunicationError for a host that cannot run ranks."""
         self.command([])
         if self.hosts:
             look(self.hosts.needed(self.num_proc))
 
     def run(self, words: Sequence[str], config: Config, verbose: bool, once: bool) -> int:
-        """Run ``hvd-train WORDS`` on the ranks; return the exit code. ``once``: nothing can go on from a checkpoint."""
+        """Run ``hvd-train WORDS`` on the ranks. Returns the exit code. ``once``: a restart cannot resume from a
+        checkpoint."""
         if self.hosts or once:
             return launch(self.num_proc, self.launcher, words, verbose, hosts=self.hosts)
         most, framework, threads = self.restarts.most, config.framework, config.threads
@@ -121,7 +122,7 @@ def plan(
     restarts: Restarts,
     dry_run: bool,
 ) -> InAllocation | Launched | None:
-    """Return the ranks that the options of ``fit`` ask for; None: this process is a rank, or trains alone."""
+    """Return how to start ranks as the options of ``fit`` say; None if this process is a rank or trains alone."""
     restarts.check()
     chosen = NONE if launcher == AUTO else named(launcher)
     if chosen.in_allocation and not world().launcher:

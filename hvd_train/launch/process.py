@@ -1,7 +1,7 @@
-"""Run a launcher: start it, forward signals, watch its ranks, and end all that it started.
+"""Run a launcher: start it, forward signals, watch its ranks, and end all its processes.
 
-The launcher leads a session of its own (``start_new_session``). So a Ctrl-C in the terminal reaches this process only,
-which decides whom to forward it to, and at the end all that is left of that session can be found and ended.
+The launcher leads its own session (``start_new_session``). A Ctrl-C in the terminal then reaches only this process,
+which decides where to forward it, and all that is left of the session can be found and ended.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 GRACE_SECONDS = 8.0  # for a launcher to end its ranks after SIGTERM; horovodrun gives them 5
-PATIENCE = 5.0  # for a launcher to end all ranks after one is gone; mpirun takes 1 or 2, a rank that says why 3
+PATIENCE = 5.0  # for a launcher to end all ranks after one is gone; mpirun takes 1 or 2, a rank with an error 3
 REPORTED_SECONDS = 20.0  # for a rank to end after it has reported its failure: it may wait 15 s for another's line
-SAVED = (0, 75, 130)  # codes of ranks whose end may take as long as MPI does
-# A rank that is silent so long after its end was killed. The others can report nothing better, so they are killed at
-# once: mpirun, which knows the code, would take a second or more.
+SAVED = (0, 75, 130)  # exit codes of ranks that may wait for MPI's shutdown
+# A rank without a report for this long after its end was killed. The others know no better cause, so they are killed at
+# once; mpirun would take a second or more.
 SILENCE = 0.25
-LOOK_MS, CLOSE_MS = 100, 20  # between two looks: while all is well, and after a rank has ended
+LOOK_MS, CLOSE_MS = 100, 20  # between polls: in normal operation, and after a rank has ended
 PR_SET_PDEATHSIG = 1
 
 
@@ -51,14 +51,14 @@ def run(
     look: Callable[[StatusTable], None] | None = None,
     wait: Callable[[subprocess.Popen], object] = subprocess.Popen.wait,
 ) -> tuple[int, list[int], dict[int, float]]:
-    """Start the launcher with the command ``line`` and wait for its end, which is that of all its processes.
+    """Start the launcher with the command ``line``, and wait until it and all its processes have ended.
 
-    Returns the exit code (128 + N if signal N ended it, -1 if it had to be ended), the signals that came meanwhile, and
-    when each rank ended.
+    Returns the exit code (128 + N if signal N killed it, -1 if it had to be killed), the signals received meanwhile,
+    and when each rank ended.
 
-    Without a ``table`` signals are forwarded to the launcher. With one they are forwarded to the ranks; when a rank
-    ends with anything but 0, the others have ``PATIENCE`` seconds to follow, and when the ``watchdog`` sees that one is
-    stuck, all are ended. Without a table ``wait`` waits for the launcher.
+    Without a ``table`` signals are forwarded to the launcher. With one they are forwarded to the ranks. When a rank
+    fails, the others have ``PATIENCE`` seconds to end; when the ``watchdog`` finds one stuck, all are ended. Without a
+    table ``wait`` waits for the launcher.
     """
     forwarding = _Forwarding(launcher, table)
     child: subprocess.Popen | None = None
@@ -90,7 +90,7 @@ def run(
 
 
 class _Forwarding:
-    """The signals to this process, which go on to the launcher, or to the ranks of ``table``."""
+    """Forwards signals from this process to the launcher, or to the ranks of ``table``."""
 
     def __init__(self, launcher: Launcher, table: StatusTable | None) -> None:
         self._launcher, self._table = launcher, table
@@ -99,7 +99,7 @@ class _Forwarding:
         self.received: list[int] = []
 
     def begin(self) -> None:
-        """Take over signals. Before the child starts: one that comes in between must not end this process alone."""
+        """Install the signal handlers, before the child starts: a signal in between must not end this process alone."""
         if threading.current_thread() is not threading.main_thread():
             return
         closed = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # nohup
@@ -114,7 +114,7 @@ class _Forwarding:
             child.terminate() if self._table else self._send(child, self.received[0])
 
     def end(self) -> None:
-        """Give signals back the meaning that they had."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -131,14 +131,14 @@ class _Forwarding:
             self._child.terminate()
 
     def _suspend(self, number: int, frame: object) -> None:
-        """Stop the ranks and this process (Ctrl-Z), and let the ranks go on when it goes on (``fg``, ``bg``)."""
+        """Suspend the ranks and this process (Ctrl-Z), and resume the ranks when it resumes (``fg``, ``bg``)."""
         self._pass_on(signal.SIGTSTP)
         stop_as_asked(self._suspend)
         self._pass_on(signal.SIGCONT)
 
     def _pass_on(self, number: int) -> None:
-        """Let all ranks stop or go on. The launcher's own processes are stopped by nobody: on other hosts they must
-        hear when to go on."""
+        """Suspend or resume all ranks, but not the launcher's own processes, which must receive the signal to resume on
+        other hosts."""
         if self._child is None or self._child.poll() is not None or self._launcher.in_allocation:
             return  # of an allocation: its scheduler suspends jobs
         if self._launcher.forwards_stops:
@@ -147,33 +147,33 @@ class _Forwarding:
             for process in (self._child, *_session_of(self._child)):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process.pid, signal.SIGSTOP if number == signal.SIGTSTP else number)
-        if self._table:  # ranks that are forks of a spare belong to no launcher
+        if self._table:  # ranks forked from a spare are not the launcher's children
             self._table.refresh()
             self._table.signal(signal.SIGSTOP if number == signal.SIGTSTP else number)
 
     def _send(self, child: subprocess.Popen, number: int) -> None:
-        """Send a signal that the launcher knows. None knows what a closed terminal means."""
+        """Send the launcher a signal that it understands. None handles SIGHUP."""
         meant = signal.SIGTERM if number == signal.SIGHUP else number
         child.send_signal(self._launcher.forwarded_signals.get(number, meant))
 
 
 def stop_as_asked(handler: Callable[[int, Any], None]) -> None:
-    """Stop this process within ``handler`` of SIGTSTP, and return when it goes on."""
+    """Suspend this process within ``handler`` of SIGTSTP. Returns when it resumes."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY))
     except OSError:
-        os.kill(os.getpid(), signal.SIGSTOP)  # of who started this process without a terminal, and can let it go on
+        os.kill(os.getpid(), signal.SIGSTOP)  # the starter, outside a terminal, can resume it
         return
-    # As the kernel does it: not where no shell is there to say 'fg'.
+    # Like the kernel, do not suspend without a shell that can resume.
     signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.signal(signal.SIGTSTP, handler)
 
 
 def _pumps(child: subprocess.Popen, failures: list[TrainError]) -> list[threading.Thread]:
-    """Start threads that hand on what the launcher prints into pipes, and add to ``failures`` why they could not.
+    """Start threads that copy the launcher's piped output. Errors are added to ``failures``.
 
-    Where the reader leaves (``| head``), mpirun ends all ranks, and a script's rank its own.
+    If the reader closes the pipe (``| head``), mpirun ends all ranks; a user script's rank ends itself.
     """
     streams = [(stream, number) for number, stream in ((1, child.stdout), (2, child.stderr)) if stream]
     pumps = [threading.Thread(target=_pump, args=(*pair, failures), daemon=True) for pair in streams]
@@ -184,7 +184,7 @@ def _pumps(child: subprocess.Popen, failures: list[TrainError]) -> list[threadin
 
 def _pump(source: IO[bytes], target: int, failures: list[TrainError]) -> None:
     buffer = getattr((sys.stdout, sys.stderr)[target - 1], "buffer", None)
-    raw = getattr(buffer, "raw", buffer)  # the command line's own, which knows whether a lost line is an error
+    raw = getattr(buffer, "raw", buffer)  # the command line's stdout, which decides whether a lost line is an error
     write = raw.write if isinstance(raw, io.FileIO) else partial(os.write, target)
     while part := os.read(source.fileno(), 1 << 16):
         try:
@@ -203,7 +203,8 @@ def _watch(
     watchdog: Watchdog | None,
     look: Callable[[StatusTable], None] | None,
 ) -> dict[int, float]:
-    """Wait until the launcher ends, or has not although a rank did, or a rank is stuck. Returns each rank's end."""
+    """Wait until the launcher ends, runs out of time after a rank ended, or a rank is stuck. Returns {rank: time of its
+    end}."""
     ended: dict[int, float] = {}
     poll, ranks, first = select.poll(), {}, math.inf
     launcher_end, slow = os.pidfd_open(child.pid), launcher.slow_to_end
@@ -241,22 +242,22 @@ def _watch(
 
 
 def _stuck_in_end(table: StatusTable, ended: Mapping[int, float]) -> float:
-    """Return when a rank ended that has reported its failure and is still there: the kernel waits for a file server."""
+    """Return when a rank counts as ended that has reported its failure but still runs, as on a hanging file server."""
     records = [table.read(rank).record for rank in table.open if rank not in ended]
     return min((r["time"] + REPORTED_SECONDS for r in records if r.get("code") not in (None, *SAVED)), default=math.inf)
 
 
 def end_with_parent() -> None:
-    """Let the child that calls this end with its parent: a job must not lose its owner (Linux: prctl(2))."""
+    """Make the calling child die with its parent, so that no job outlives its owner (Linux: prctl(2))."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(child: subprocess.Popen, table: StatusTable | None) -> None:
-    """Leave no process behind: end what still runs of the launcher's session, and every rank."""
+    """Kill all that still runs of the launcher's session, and every rank."""
     import psutil
 
     if table:
-        table.signal(signal.SIGKILL)  # no checkpoint can be damaged by that: they are renamed when they are whole
+        table.signal(signal.SIGKILL)  # this damages no checkpoint: they are renamed once they are complete
     if child.poll() is None:
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -275,14 +276,14 @@ def _end(child: subprocess.Popen, table: StatusTable | None) -> None:
 
 
 def _session_of(child: subprocess.Popen) -> list[psutil.Process]:
-    """Return the processes of the launcher's session, except itself."""
+    """Return the processes of the launcher's session, except the launcher."""
     import psutil
 
     return [p for p in psutil.process_iter() if p.pid != child.pid and _in_session(p, child.pid)]
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Return whether a process still runs. One that has ended stays as a zombie until init asks for its code."""
+    """Return whether a process still runs. A zombie waits for init to collect it and does not count."""
     import psutil
 
     try:

@@ -21,7 +21,7 @@ def main() -> None:
     import cloudpickle
 
     folder, here = Path(sys.argv[1]), world()
-    # The function may load a framework before it comes to hvd_train.
+    # The function may import a framework before it calls hvd_train.
     prepare_rank(here, None, "auto", verbose=True)
     try:
         paths = json.loads((folder / "path.json").read_text())
@@ -37,11 +37,11 @@ def main() -> None:
 
 
 def _report(folder: Path, rank: int, error: BaseException) -> NoReturn:
-    """Leave the error for the process that called, before this one ends and takes the others with it."""
+    """Write the error to a file for the calling process, before this exit ends the other ranks."""
     code = error.exit_code if isinstance(error, TrainError) else 1
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
     facts = {"kind": type(error).__name__, "message": str(error), "rank": rank, "trace": trace, "exit_code": code}
-    order = [isinstance(error, LostRankError), time.monotonic()]  # a rank that was lost comes before those that notice
+    order = [isinstance(error, LostRankError), time.monotonic()]  # a lost rank sorts before those that noticed
     put(folder / f"error.{rank}.json", {"order": order, "error": facts})
     exit_rank(code)
 

@@ -1,7 +1,6 @@
-"""``hvd-train submit --requeue``: what the batch script does when its ranks have ended.
+"""The end of the batch script of ``hvd-train submit --requeue``, after its ranks have ended.
 
-A job takes its place in the queue again where its ranks saved and left, because its time was over or others need its
-hosts, and where a rank was lost.
+A job is requeued if its ranks saved and left (time limit or preemption), or if a rank was lost.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from hvd_train.run_folder import reading
 from hvd_train.run_folder.layout import REQUEUED
 from hvd_train.run_folder.terminal import say
 
-SAVED = Interrupted.exit_code  # of the ranks
-# srun returns the code of a rank that a signal ended as 128 + signal.
+SAVED = Interrupted.exit_code  # exit codes of ranks
+# srun returns 128 + signal for a rank killed by a signal.
 AGAIN = {SAVED, CommunicationError.exit_code, *FATAL}
 END_SECONDS = 60.0  # for Slurm to end this script
 
 
 def requeue(code: int, times: int, run_dir: Path | None) -> int:
-    """Put the job into the queue again, at most ``times`` times, if srun ended with a ``code`` that allows it.
+    """Requeue the job, at most ``times`` times, if srun's exit ``code`` allows it.
 
-    Returns the job's exit code, unless Slurm takes the job back and ends this script. Without a run folder (a script of
-    the user) only the times are counted.
+    Returns the job's exit code, unless Slurm requeues the job and ends this script. Without a run folder (a user's
+    script) only the number of times is limited.
     """
     if code not in AGAIN:
         return code
     checkpoints = store.find(run_dir / "checkpoints") if run_dir is not None else []
-    saved = code == SAVED and bool(checkpoints)  # with that code ranks also leave before there is anything to save
+    saved = code == SAVED and bool(checkpoints)  # ranks also exit with this code before there is anything to save
     count = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     if count >= times:
         return _stay(code, saved, f"it was started again {count} times, and --requeue allows {times}")
     job = os.environ["SLURM_JOB_ID"]
     if run_dir is not None:
         step = checkpoints[-1][0] if checkpoints else 0
-        # A job that came no further than last time would do the same next time.
+        # A job that made no progress since last time would make none next time.
         if count and step <= _before(run_dir / REQUEUED, job):
             fix = "give it more --time" if code == SAVED else "look at what ended its ranks"
             return _stay(code, saved, f"it came no further than step {step} since it was started again; {fix}")
@@ -59,7 +58,7 @@ def requeue(code: int, times: int, run_dir: Path | None) -> int:
 
 
 def _before(path: Path, job: str) -> int:
-    """Return the step at which the job was started again last time; 0 if none was saved then."""
+    """Return the step from which the job was requeued last time; 0 if none was saved then."""
     try:
         last = reading.json_object(path)
         return int(last["step"]) if last["job"] == job else 0

@@ -1,12 +1,11 @@
-"""Signals to a rank, and the end of whoever started it.
+"""Signals to a rank, and the end of the process that started it.
 
-Python runs signal handlers in the main thread between two bytecodes, and that thread may be in Horovod's C++ for ever.
-So the handlers do nothing. Python's C code writes the number into a pipe (``signal.set_wakeup_fd``), which a thread
-reads:
+Python runs signal handlers in the main thread between bytecodes, but that thread may hang in Horovod's C++. So the
+handlers do nothing. Python's C code writes the number into a pipe (``signal.set_wakeup_fd``), which a thread reads:
 
-1. The first signal is a request to save and stop, on which all ranks agree at a step (``core.control_sync``).
-2. Before the first step, when there is nothing to save, this process ends at once, and at the second signal, too.
-3. The same thread waits for the end of the launcher, through pidfds. An orphan ends at once.
+1. The first signal requests to save and stop; all ranks agree on the step (``core.control_sync``).
+2. Before the first step, with nothing to save, or at the second signal, this process ends at once.
+3. The same thread watches the launcher through pidfds. An orphan ends at once.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from hvd_train.launch.launchers import named
 from hvd_train.launch.status import StatusSlot, supported
 from hvd_train.launch.world import World
 
-LEAVE_SECONDS = 60.0  # for MPI to finish after all is written
+LEAVE_SECONDS = 60.0  # for MPI's shutdown after all is written
 JOB_END = "HVD_TRAIN_JOB_END"  # set by the script of 'submit --requeue'
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def ignored(number: int) -> bool:
-    """Return whether the user lets this process outlive its terminal (nohup)."""
+    """Return whether this process ignores SIGHUP, as under nohup."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 class SignalListener(StopSource):
-    """A listener to signals, which also reports this rank's phase and end to whoever watches it. Must be made in the
+    """Handles signals, and reports this rank's phase and end to the process that watches it. Must be created in the
     main thread."""
 
     def __init__(self) -> None:
@@ -52,32 +51,32 @@ class SignalListener(StopSource):
         self._launchers = _processes(here, self._slot)
         for number in SIGNALS:
             if not ignored(number):
-                signal.signal(number, lambda number, frame: None)  # the thread reads the number from the pipe
+                signal.signal(number, lambda number, frame: None)  # the thread reads the signal number from the pipe
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def reset(self) -> None:
-        """Begin anew, for the next command of this process."""
+        """Reset the state for the next command of this process."""
         self.asked, self.begun, self.ended = 0, False, False
         end = os.environ.get(JOB_END, "")
         self.job_end = float(end) if end.isdigit() else None
-        self.last_calls: list[Callable[[], None]] = []  # also before a sudden end
-        self.run_dir: Path | None = None  # of failures, once it is known
-        self.peer_slot: StatusSlot | None = None  # read by the ranks of this host, if nobody else watches them
+        self.last_calls: list[Callable[[], None]] = []  # called even before a sudden exit
+        self.run_dir: Path | None = None  # run folder for tracebacks, once it is known
+        self.peer_slot: StatusSlot | None = None  # read by the ranks of this host, if no other process watches them
         self._code: int | None = None
 
     def at(self, phase: str, step: int) -> None:
-        """Report where this rank is, to who started it and to the ranks that watch it."""
+        """Report this rank's phase and step to the processes that watch it."""
         for slot in filter(None, (self._slot, self.peer_slot)):
             slot.at(phase, step)
 
     @property
     def is_watched(self) -> bool:
-        """Return whether the process that started the ranks reads what this one reports."""
+        """Return whether the process that started the ranks reads this rank's status."""
         return self._slot is not None
 
     def report_end(self, code: int, **record: Any) -> None:
-        """Report that this rank is about to end with ``code``. The first report stands."""
+        """Report that this rank is about to exit with ``code``. Only the first report counts."""
         if self._code is not None:
             return
         self._code = code
@@ -85,8 +84,8 @@ class SignalListener(StopSource):
             slot.report_end({"code": code, **record})
 
     def finish(self, code: int) -> None:
-        """Note that training is over and all is written. This process ends with ``code`` within ``LEAVE_SECONDS``: MPI
-        waits for its launcher at the end, for ever if that is stopped."""
+        """Exit with ``code`` within ``LEAVE_SECONDS``, after all is written: MPI's shutdown waits for ever for a
+        stopped launcher."""
         self.ended = True
         if world().launcher:
             limit = threading.Timer(LEAVE_SECONDS, self._end_late, args=[code])
@@ -94,7 +93,7 @@ class SignalListener(StopSource):
             limit.start()
 
     def call_last(self) -> None:
-        """Do what is left to do before a sudden end."""
+        """Run the last callbacks before a sudden exit."""
         for call in self.last_calls:
             with suppress(OSError):
                 call()
@@ -130,15 +129,15 @@ class SignalListener(StopSource):
         if self.asked:
             self._end_now(128 + number, f"ended at once by a second signal, {name}")
         if not self.begun:
-            # Where one rank has failed, a launcher ends the others by the same signal: it stopped this rank, perhaps
-            # not the job. Who watches the ranks knows.
+            # After one rank fails, a launcher ends the others with the same signal. Only the watching process knows
+            # whether the signal was meant for the job.
             stops_job = self.is_watched or world().size == 1
             self._end_now(stopped_code(number), nothing_saved(number, None if stops_job else world().rank))
         self.asked = number
 
     def _end_now(self, code: int, why: str, lost: bool = False) -> NoReturn:
         self.call_last()
-        # Reported first: what a rank prints while its launcher ends may be lost. Who watches the ranks prints the line.
+        # Report first: output may be lost while the launcher ends. The watching process prints the line.
         self.report_end(code=code, line=why, lost=lost, unsaid=self.is_watched and not lost)
         if self._prints and not (self.is_watched and not lost):
             with suppress(OSError):
@@ -147,8 +146,8 @@ class SignalListener(StopSource):
 
 
 def _processes(here: World, slot: StatusSlot | None) -> list[int]:
-    """Return descriptors of the processes without which this rank is an orphan: its parent under a launcher, the
-    launcher itself beyond a shell in between, and the one that ``-np`` made of the command."""
+    """Return pidfds of the processes without which this rank is an orphan: its parent, the launcher (if a shell is in
+    between), and the ``-np`` process."""
     pids = {os.getppid()} if here.launcher else set()
     if named(here.launcher).leads_session:
         pids.add(os.getsid(0))
@@ -159,27 +158,27 @@ def _processes(here: World, slot: StatusSlot | None) -> list[int]:
         try:
             descriptors.append(os.pidfd_open(pid))
         except ProcessLookupError:
-            sys.exit(5)  # it is gone already
+            sys.exit(5)  # it has already ended
     return descriptors
 
 
-_listener: SignalListener | None = None  # of this process, once it listens
+_listener: SignalListener | None = None  # this process's listener, once it exists
 
 
 def current_listener() -> SignalListener | None:
-    """Return this process' listener, or None if it does not listen."""
+    """Return this process's listener, or None."""
     return _listener
 
 
 def listen() -> SignalListener:
-    """Listen to signals from now on."""
+    """Start to listen to signals."""
     global _listener
     _listener = _listener or SignalListener()
     return _listener
 
 
 def stop_listening() -> None:
-    """Give signals back the meaning that they have in every program, for a process that becomes a launcher."""
+    """Restore the default signal handlers, for a process that becomes a launcher."""
     global _listener
     if _listener:
         signal.set_wakeup_fd(-1)

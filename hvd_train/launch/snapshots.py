@@ -1,4 +1,4 @@
-"""The newest state of a job with ``--max-restarts``, in memory: checkpoints in a folder of /dev/shm.
+"""In-memory checkpoints (in /dev/shm) of the newest state of a job with ``--max-restarts``.
 
 They outlive a rank and are removed at the end of the job.
 """
@@ -19,7 +19,7 @@ PLACE = Path("/dev/shm")
 
 @contextmanager
 def in_memory(wanted: bool) -> Iterator[None]:
-    """Make the folder, and pass it to the ranks that are started meanwhile."""
+    """Create the folder, and pass it to the ranks that are started within the block."""
     if not wanted:
         yield
         return
@@ -37,11 +37,11 @@ def in_memory(wanted: bool) -> Iterator[None]:
 
 
 def folder_of_rank() -> Path | None:
-    """Return where this rank is to keep its state, or None if it keeps none in memory."""
+    """Return the folder for this rank's in-memory checkpoints, or None if it keeps none."""
     return Path(os.environ[VARIABLE]) if VARIABLE in os.environ else None
 
 
 def remove_orphaned() -> None:
-    """Remove the folder of this rank if its job is gone."""
+    """Remove this rank's folder if its job is gone."""
     if folder := folder_of_rank():
         remove_if_orphaned(folder)

@@ -1,7 +1,7 @@
-"""Spares of ``-np --max-restarts --spares``: a process that has loaded the framework and waits while the job trains.
+"""Spares of ``-np --max-restarts --spares``: a standby process that has imported the framework.
 
-At a restart launchers start ``stub.py`` in a rank's place, which asks for one: the process forks, and the fork is the
-rank. It has no thread and has computed nothing, so that nothing of it is in the way of what its forks do.
+At a restart launchers start ``stub.py`` instead of each rank. It asks the spare to fork, and the fork becomes the rank.
+The spare has no threads and has computed nothing, so forking it is safe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvd_train.launch.status import StatusTable
 
 
 class Spares:
-    """``count``: how many ranks may come of it at a time, 0: none; ``ranks``: of the job."""
+    """The spare of a job. ``count``: ranks that may be forked at a time, 0: none. ``ranks``: ranks of the job."""
 
     def __init__(self, count: int, framework: str, threads: int | str, ranks: int, verbose: bool) -> None:
         self._count, self._ranks = count, ranks
@@ -27,9 +27,9 @@ class Spares:
         self._process: subprocess.Popen | None = None
 
     def look(self, table: StatusTable) -> None:
-        """Start the process when all ranks have taken a step, which it would have delayed."""
+        """Start the spare once all ranks have taken a step; before, it would delay them."""
         if self._count and self._process is None and all(table.read(rank).step for rank in range(table.ranks)):
-            # Names of abstract sockets are open to all users of a host, so nobody should be able to guess this one.
+            # Abstract sockets are open to all users of a host, so the name must not be guessable.
             self._name = f"hvd-train-{secrets.token_hex(16)}"
             line = [*python("hvd_train.cli.spare"), self._name, *self._words]
             self._process = subprocess.Popen(
@@ -37,11 +37,11 @@ class Spares:
             )
 
     def program(self, arguments: list[str], ranks: int) -> list[str]:
-        """Return the program that the launcher starts for each rank; [] if there is no spare for so many ranks."""
-        # It ends by itself if it could not load the framework. Then ranks load it as usual.
+        """Return the program to start for each rank; [] without a spare for so many ranks."""
+        # The spare exits if it cannot import the framework. Ranks then import it as usual.
         if self._process and self._process.poll() is not None:
             self._process = None
-        # The framework in the spare has threads for the first number of ranks.
+        # The spare's framework is configured with the threads for the initial number of ranks.
         if self._process is None or ranks != self._ranks:
             return []
         return [

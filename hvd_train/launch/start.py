@@ -32,15 +32,15 @@ def command(
 ) -> list[str]:
     """Return the launcher's command line for ``python -m MODULE ARGUMENTS``, or for ``program`` instead.
 
-    It starts ``num_proc`` ranks on this host or on ``hosts``. One rank of this host needs no launcher.
+    It starts ``num_proc`` ranks on this host or on ``hosts``. A single rank on this host needs no launcher.
     """
     chosen = named(launcher) if num_proc > 1 or hosts else NONE
     return chosen.command(Layout(num_proc, hosts), program or [*python(module), *arguments])
 
 
 def environment(hosts: Hosts | None = None) -> dict[str, str]:
-    """Return the environment of a launcher that is not in an allocation: what such launchers need, the cores that the
-    ranks share, and the width of the terminal, which ranks behind a pipe cannot see."""
+    """Return the environment of a launcher outside an allocation: its own variables, the cores that the ranks share,
+    and the width of the terminal, which ranks behind a pipe cannot see."""
     env = dict(os.environ)
     if not hosts:
         env[CORES] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
@@ -51,7 +51,7 @@ def environment(hosts: Hosts | None = None) -> dict[str, str]:
 
 
 def note_of_cores(num_proc: int) -> None:
-    """Say where many more ranks are started on this host than it has cores; two a core may be a trial."""
+    """Warn about more than two ranks a core on this host."""
     cores = len(os.sched_getaffinity(0))
     if num_proc > 2 * cores:
         what = (
@@ -62,14 +62,14 @@ def note_of_cores(num_proc: int) -> None:
 
 @contextmanager
 def folders(launcher: Launcher, num_proc: int) -> Iterator[dict[str, str]]:
-    """Make the folders of a job on this host, and yield the variables that name them. Raises ConfigError where the
-    ranks cannot start."""
+    """Create the folders of a job on this host, and yield the variables that name them. Raises ConfigError if the ranks
+    cannot start."""
     launcher.check_limits(num_proc)
     variables = {}
     with ExitStack() as stack:
         for name, place in launcher.folders().items():
             if name not in os.environ:
-                with suppress(OSError):  # where nothing can be written, the launcher takes its own place
+                with suppress(OSError):  # if it is not writable, the launcher uses its default
                     variables[name] = str(stack.enter_context(job_folder(Path(place), "mpi")))
         yield variables | {VARIABLE: os.pathsep.join(variables.values())}
 
@@ -86,8 +86,8 @@ def launch(
 ) -> int:
     """Run ``python -m MODULE ARGUMENTS``, or ``program`` instead, on all ranks to the end, and return the exit code.
 
-    ``more`` is added to the environment. A signal to this process reaches the ranks, and the exit code is 75 if they
-    have saved, else 128 + signal. A rank that a signal ended is exit code 5.
+    ``more`` is added to the environment. Signals are forwarded to the ranks; the exit code is then 75 if they have
+    saved, else 128 + signal. It is 5 if a rank was killed by a signal.
     """
     if hosts:
         hosts.needed(num_proc)  # raises if there are too few slots
@@ -104,14 +104,14 @@ def start(
     verbose: bool = False,
     more: Mapping[str, str] | None = None,
 ) -> int:
-    """Run ``program`` on all ranks to the end, as ``launch`` does, with a launcher that has been checked."""
+    """Like ``launch``, with a launcher that has been checked."""
     hosts = layout.hosts.needed(layout.num_proc or 1) if layout.hosts else []
     if hosts:
         look(hosts)
     line = launcher.command(layout, program)
     if verbose:
         say(" ".join(line), err=True)
-    # In an allocation the scheduler's own variables say what ranks of other hosts get.
+    # In an allocation the scheduler decides which variables ranks on other hosts get.
     env = dict(os.environ) if launcher.in_allocation else environment(layout.hosts)
     if not hosts:
         with folders(launcher, layout.num_proc or 1) as own:
@@ -121,7 +121,7 @@ def start(
     code, signals, _ = process.run(line, env | news.variables | dict(more or {}), launcher, wait=news.wait)
     if not signals:
         if "code" in news.last:
-            return int(news.last["code"])  # its line has been printed
+            return int(news.last["code"])  # its error line has been printed
         after(hosts, code)
         if code in FATAL and news.lost:
             what = f"{news.lost} was ended by {signal.Signals(code - 128).name}"

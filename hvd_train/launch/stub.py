@@ -1,8 +1,8 @@
-"""The program that a launcher starts in a rank's place with ``--spares``.
+"""The program that a launcher starts instead of a rank with ``--spares``.
 
-It hands this place (arguments, environment, folder and descriptors 0 to 2) to a spare, and ends as the rank ends. If no
-spare answers, it becomes the rank. ``python -I -S stub.py NAME PROGRAM ...`` loads only a few modules of the standard
-library, which takes 20 ms: the time of a restart is what spares save.
+It passes its arguments, environment, folder and descriptors 0 to 2 to a spare, and exits as that rank does. If no spare
+answers, it becomes the rank. ``python -I -S stub.py NAME PROGRAM ...`` imports only a few modules of the standard
+library (20 ms), because spares exist to save startup time.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import struct
 import sys
 
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7)
-LENGTH, STATUS = struct.Struct("<q"), struct.Struct("<q")  # of a request; an exit code, or -N for signal N
+LENGTH, STATUS = struct.Struct("<q"), struct.Struct("<q")  # of a request; the exit code, or -N for signal N
 ACCEPTED = b"y"  # the spare's answer once it has forked
 ANSWER_SECONDS = 5.0
 
 
 def same_user(connection: socket.socket) -> bool:
-    """Return whether the other end belongs to this user: names of such sockets are open to all."""
+    """Return whether the other end belongs to this user: any user can connect to such sockets."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return bool(CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 
 
 def hand_over(name: str, program: list[str]) -> socket.socket | None:
-    """Ask the spare called ``name`` to run ``program`` as this process would. Returns the connection, or None."""
+    """Ask the spare ``name`` to run ``program`` as this process would. Returns the connection, or None."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(ANSWER_SECONDS)
     try:
@@ -46,7 +46,8 @@ def hand_over(name: str, program: list[str]) -> socket.socket | None:
 
 
 def wait(connection: socket.socket) -> int:
-    """Return the rank's status, as ``STATUS``. The rank ends with this process, this one with whoever started it."""
+    """Wait for the rank, and return its status (``STATUS``). The rank ends with this process, and this one with its
+    parent."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     for pid in {os.getppid(), os.getsid(0)} - {0, 1, os.getpid()}:
@@ -65,13 +66,13 @@ def main() -> None:
     name, program, launcher = sys.argv[1], sys.argv[2:], os.getppid()
     connection = hand_over(name, program)
     if connection is None:
-        # Whoever kills the job kills its spares: a rank would load its framework for nobody.
+        # Killing the job kills its spares first: do not become a rank then.
         if os.getppid() != launcher:
             os._exit(5)
         os.execv(program[0], program)
     connection.settimeout(None)
     status = wait(connection)
-    if status < 0:  # the launcher is to see the signal that ended the rank
+    if status < 0:  # so that the launcher sees the signal that killed the rank
         os.kill(os.getpid(), -status)
     os._exit(abs(status))
 

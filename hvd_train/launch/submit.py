@@ -1,4 +1,4 @@
-"""``hvd-train submit``: the batch script of a job, given to ``sbatch``; what it prints while the job runs."""
+"""``hvd-train submit``: write a batch script, submit it with ``sbatch``, and follow the job's output."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hvd_train.launch.signals import JOB_END
 from hvd_train.run_folder.terminal import say
 
 WHERE = "hvd-train submit"
-# Anchored at the beginnings of lines, where no name that the user gave can stand.
+# Anchored at line starts, where user-chosen names cannot occur.
 SHOWN = (r"^ +JobState=(\S+) Reason=(\S+)", r"^ +Requeue=.* ExitCode=(\d+):(\d+)", r"^ +StdOut=(.*)$")
-# Empty if the job has no time limit. Then ranks stop at the signal alone.
+# Empty if the job has no time limit. Then ranks stop only at the signal.
 END_LINE = f'export {JOB_END}=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null)'
 POLL_SECONDS = 2.0
 HERE = python("hvd_train")
@@ -35,12 +35,12 @@ RUNNING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQU
 
 
 class Shell(str):
-    """A word that the shell is to read as it is."""
+    """Shell code that is not quoted."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A job of Slurm. ``settings``: section ``slurm`` of the configuration, with what the command line changes."""
+    """A Slurm job. ``settings``: section ``slurm`` of the configuration, with the command line's changes."""
 
     settings: Mapping[str, Any]
     name: str
@@ -51,7 +51,7 @@ class Batch:
         return contained(self.settings["container"])
 
     def hvd_train(self, words: Sequence[str]) -> list[str]:
-        """Return the command ``hvd-train WORDS``, for the container where there is one: Python lies elsewhere there."""
+        """Return the command ``hvd-train WORDS``, within the container if any, where Python has another path."""
         return ["hvd-train", *words] if self.container else [*HERE, *words]
 
     def script(
@@ -62,9 +62,9 @@ class Batch:
         first: Sequence[str] = (),
         then: Sequence[Sequence[str]] = (),
     ) -> str:
-        """Return the batch script that runs ``command`` on all ranks, and starts it again where that is asked for.
+        """Return the batch script that runs ``command`` on all ranks, with a requeue if configured.
 
-        ``run_dir`` is where ``requeue`` finds what a run has come to; the others are as in ``script``.
+        ``run_dir``: where ``requeue`` reads the progress of the run. The other arguments are those of ``script``.
         """
         settings, times = self.settings, self.settings["requeue"]
         every = {"job-name": self.name, **{key.replace("_", "-"): settings[key] for key in OPTIONS}}
@@ -74,12 +74,12 @@ class Batch:
             again = [*HERE, "requeue", "--times", str(times), *(["--run-dir", run_dir] if run_dir else [])]
             first, then = [starts(times), *first, END_LINE], [again, *then]
         else:
-            every["no-requeue"] = True  # a second start would find a run folder in use, and its output overwritten
+            every["no-requeue"] = True  # a second start would find the run folder in use, and overwrite the output
         return script([*self.container, *command], every, settings["modules"], then, settings["lines"], first)
 
 
 def check_requeue(times: int | None, resume: str | None, overwrite: bool) -> None:
-    """Refuse to start a job again and again from its beginning."""
+    """Raise ConfigError if each requeue would start from the beginning."""
     anew = "--overwrite" if overwrite else "--resume" if resume not in (None, "auto", "last") else ""
     if times and anew:
         fix = "give another --run-dir, or remove the folder" if overwrite else "give --resume auto"
@@ -96,11 +96,11 @@ def script(
 ) -> str:
     """Return a batch script that starts ``program`` with srun.
 
-    ``options``: sbatch's long options; None: left to the site, True: without a value. ``more``: options as they are,
-    ``--NAME[=VALUE]``. ``first``: lines that run before. ``then``: commands that run afterwards, each with the exit
-    code of the one before it as its last word.
+    ``options``: sbatch's long options; None: the site's default, True: without a value. ``more``: literal options,
+    ``--NAME[=VALUE]``. ``first``: lines to run before. ``then``: commands to run afterwards, each with the exit code of
+    the previous one as last argument.
     """
-    # Each job makes a secret for itself (below). Slurm hands the environment to all ranks, so they need no file of it.
+    # Each job generates its own secret (below). Slurm passes the environment to all ranks, so no file is needed.
     chosen = {name: value for name, value in options.items() if value is not None}
     lines = [
         f"#SBATCH --{name}" + ("" if value is True else f"={_word(value, name)}") for name, value in chosen.items()
@@ -111,7 +111,7 @@ def script(
     # srun takes most of the job's options from the environment, but not this one.
     each = f" --cpus-per-task={options['cpus-per-task']}" if options.get("cpus-per-task") else ""
     *commands, last = [f"{Srun.tool}{each} {_words(program)}", *(f"{_words(command)} $?" for command in then)]
-    shell = "#!/bin/bash -l" if modules else "#!/bin/bash"  # a login shell knows 'module'
+    shell = "#!/bin/bash -l" if modules else "#!/bin/bash"  # a login shell defines 'module'
     return "\n".join(
         [
             shell,
@@ -128,13 +128,13 @@ def script(
 
 
 def starts(times: int) -> str:
-    """Return a line that ends a job which Slurm itself has started again more often, after failures of nodes."""
+    """Return a line that ends a job that Slurm itself has restarted more often, after node failures."""
     line = f"the job is not started again: --requeue allows {times}"
     return f'[ "${{SLURM_RESTART_COUNT:-0}}" -le {times} ] || {{ echo "{line}" >&2; exit 5; }}'
 
 
 def contained(command: str | None) -> list[str]:
-    """Return the words of a container's command."""
+    """Split a container's command into words."""
     try:
         return shlex.split(command or "")
     except ValueError as error:
@@ -146,7 +146,7 @@ def _words(command: Sequence[str]) -> str:
 
 
 def _word(value: object, name: str) -> str:
-    """Quote a word for a shell, and for sbatch, which reads quotes in its lines as a shell does."""
+    """Quote a word for a shell, and for sbatch, whose lines have the same quoting rules."""
     text = str(value)
     if not text.isprintable():
         raise ConfigError(f"{text!r} holds a character that is not printable", where=f"{WHERE}: {name}")
@@ -154,7 +154,7 @@ def _word(value: object, name: str) -> str:
 
 
 def submit(text: str) -> str:
-    """Submit the script, and return the job's number."""
+    """Submit the script. Returns the job id."""
     if shutil.which("sbatch") is None:
         fix = "submit from a host of the cluster, or see the script with --dry-run"
         raise ConfigError("sbatch is not installed", where=WHERE, fix=fix)
@@ -166,7 +166,8 @@ def submit(text: str) -> str:
 
 
 def follow(job: str) -> int:
-    """Print the job's states, and its output as it comes; return its exit code. Stopping this does not stop the job."""
+    """Print the job's states and output until it ends. Returns its exit code. Interrupting this does not stop the
+    job."""
     last, place = "", 0
     while True:
         state, reason, code, output = _state(job)
@@ -185,7 +186,7 @@ def follow(job: str) -> int:
 
 
 def _state(job: str) -> tuple[str, str, int, Path]:
-    """Return (state, why it waits, exit code, output file) of a job. Raises ConfigError once Slurm has forgotten it."""
+    """Return (state, pending reason, exit code, output file) of a job. Raises ConfigError once Slurm has purged it."""
     line = ["scontrol", "show", "job", job]
     shown = subprocess.run(line, capture_output=True, text=True, check=False).stdout
     matches = [re.search(pattern, shown, re.MULTILINE) for pattern in SHOWN]

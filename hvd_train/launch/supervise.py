@@ -1,12 +1,12 @@
-"""``hvd-train fit -np N``: start the ranks of this host, watch them, and start them again.
+"""``hvd-train fit -np N``: start the ranks of this host, watch them, and restart them.
 
 Each attempt has a ``StatusTable`` in memory, into which every rank writes its phase, its step and how it ended. This
-process never asks ranks over a network, so a rank that hangs cannot hold it up:
+process never talks to ranks over a network, so a rank that hangs cannot block it:
 
 1. ``process.run`` starts the launcher, and waits for the ends of the ranks through their pidfds.
-2. When a rank ends badly, or the watchdog sees one that is stuck, all are ended: Horovod cannot go on with fewer ranks.
+2. When a rank fails, or the watchdog finds one stuck, all are ended: Horovod cannot continue with fewer ranks.
 3. ``_cause`` finds the first rank that failed. Others, which failed because of it, report ``lost``.
-4. With ``--max-restarts`` all ranks begin again from the newest checkpoint, unless the job would fail in the same way.
+4. With ``--max-restarts`` all ranks restart from the newest checkpoint, unless they would fail in the same way.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hvd_train.launch.watchdog import Watchdog
 from hvd_train.run_folder import layout
 from hvd_train.run_folder.terminal import say
 
-IDLE_RESTARTS = 2  # give up after so many restarts in a row that came no further than before
-FINAL = {2, 3, 4, 6}  # exit codes of mistakes, and of a computation that would end in the same way
+IDLE_RESTARTS = 2  # give up after so many restarts in a row without progress
+FINAL = {2, 3, 4, 6}  # exit codes of user errors, and of failures that would repeat
 FIX = "look for a crash or too little memory; --resume auto goes on from there"
 
 
@@ -39,7 +39,8 @@ FIX = "look for a crash or too little memory; --resume auto goes on from there"
 class Cause:
     """The cause of a job's end: the first thing that went wrong.
 
-    ``rank`` None: its launcher did. ``silent``: the rank could not say anything; ``kept``: the file with its traceback.
+    ``rank`` None: the launcher failed. ``silent``: the rank could not report its error. ``kept``: the file with its
+    traceback.
     """
 
     what: str
@@ -48,7 +49,7 @@ class Cause:
     rank: int | None = None
     silent: bool = True
     kept: str = ""
-    unsaid: bool = False  # the rank has left it to the supervisor to say
+    unsaid: bool = False  # the supervisor must print the error
 
 
 def supervise(
@@ -62,11 +63,11 @@ def supervise(
     spares: Spares | None = None,
     min_np: int | None = None,
 ) -> int:
-    """Train to the end, with at most ``max_restarts`` new starts, and return the exit code.
+    """Train to the end, with at most ``max_restarts`` restarts. Returns the exit code.
 
-    Raises what ended a rank that could not print it. ``watchdog_s``: seconds without a step after which ranks are
-    stuck, 0: they never are. ``spares`` take the ranks' places at a restart. ``min_np``: each restart does without the
-    rank that was lost, down to so many ranks; None: all start again.
+    Raises the error of a rank that could not print it. ``watchdog_s``: seconds without a step until ranks are stuck, 0:
+    never. ``spares`` replace ranks at a restart. ``min_np``: each restart drops the lost rank, down to so many ranks;
+    None: all restart.
     """
     if not supported():
         if max_restarts:
@@ -84,7 +85,7 @@ def supervise(
         if verbose:
             say(" ".join(line), err=True)
         attempt = _attempt(line, num_proc, chosen, run_dir, watchdog_s, spares)
-        os.environ.pop(faults.VARIABLE, None)  # a fault to try is for the first start alone
+        os.environ.pop(faults.VARIABLE, None)  # an injected fault is only for the first start
         code = _final_code(attempt)
         if code is not None or attempt.cause is None:
             return code or 0
@@ -94,7 +95,7 @@ def supervise(
         if restarts == max_restarts or idle == IDLE_RESTARTS:
             return _give_up(attempt.cause, restarts, idle)
         restarts += 1
-        # Before the first step the run folder may still hold another run, whose checkpoints are not ours to go on from.
+        # Before the first step the run folder may still hold another run, whose checkpoints must not be used.
         if attempt.step:
             arguments = _going_on(arguments, known, _checkpoints(run_dir))
         left = max(fewest, num_proc - 1)
@@ -105,8 +106,8 @@ def supervise(
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the ranks. ``cause``: why it ended, None if it ended well; ``signals``: those to this process;
-    ``step``: the last one that a rank reported."""
+    """One start of the ranks. ``cause``: why it failed, None if it succeeded. ``signals``: received by this process.
+    ``step``: the last one reported by a rank."""
 
     cause: Cause | None
     signals: list[int]
@@ -116,8 +117,8 @@ class Attempt:
 def _attempt(
     line: list[str], num_proc: int, launcher: Launcher, run_dir: Path, watchdog_s: float, spares: Spares | None
 ) -> Attempt:
-    """Start the ranks with the command ``line``, and watch them to their end."""
-    killed = _out_of_memory()  # before, because the kernel only counts
+    """Start the ranks with the command ``line``, and watch them until they end."""
+    killed = _out_of_memory()  # read before the start, because the kernel only keeps a count
     with StatusTable(num_proc) as table, start.folders(launcher, num_proc) as own:
         watchdog = Watchdog(table, watchdog_s)
         env = start.environment() | own | {VARIABLE: table.path}
@@ -125,7 +126,7 @@ def _attempt(
         statuses = [table.read(rank) for rank in range(num_proc)]
         well = all(one.record.get("code") == 0 for one in statuses) or not any(one.pid for one in statuses)
         cause = None if code == 0 and well else _cause(table, ended, code)
-        if watchdog.stuck and not statuses[min(watchdog.stuck)].record:  # else it has said what happened
+        if watchdog.stuck and not statuses[min(watchdog.stuck)].record:  # else it has printed its error
             cause = _stuck(table, watchdog, run_dir)
     if cause and cause.what.endswith("SIGKILL") and _out_of_memory() > killed:
         cause = replace(cause, what=f"{cause.what}, by the kernel, which ran out of memory")
@@ -133,11 +134,11 @@ def _attempt(
 
 
 def _final_code(attempt: Attempt) -> int | None:
-    """Return the exit code of a job that is not to go on: it ended well, or by request, or would fail again."""
+    """Return the exit code of a job that must not restart: it succeeded, was stopped, or would fail again."""
     cause, signals = attempt.cause, attempt.signals
     if cause is None:
         return 0
-    if cause.unsaid:  # ranks leave this line to us, so that it is printed once
+    if cause.unsaid:  # ranks do not print this line, so that it is printed once
         say(cause.what, err=True)
     if len(signals) > 1:
         return 128 + signals[-1]
@@ -171,10 +172,10 @@ def _who(cause: Cause) -> str:
 
 
 def _stuck(table: StatusTable, watchdog: Watchdog, run_dir: Path) -> Cause:
-    """Return the first rank that is stuck. Its stack, and those of others like it, go to the run folder."""
+    """Return the first stuck rank as the cause. Writes the stacks of all stuck ranks to the run folder."""
     kept = ""
     stacks = {rank: stack for rank, (_, stack) in watchdog.stuck.items() if stack}
-    if stacks and table.read(min(stacks)).step:  # then the run folder is this run's
+    if stacks and table.read(min(stacks)).step:  # only then does the run folder belong to this run
         text = "\n\n".join(f"rank {rank}\n{stack}" for rank, stack in stacks.items())
         kept = layout.keep_failure(run_dir, "stacks", text)
     rank = min(watchdog.stuck)
@@ -182,7 +183,7 @@ def _stuck(table: StatusTable, watchdog: Watchdog, run_dir: Path) -> Cause:
 
 
 def _cause(table: StatusTable, ended: Mapping[int, float], code: int) -> Cause:
-    """Return the first rank that did not end well. Reports that another rank was lost come after all others."""
+    """Return the first rank that failed. Ranks that report the loss of another one come last."""
     by = Signals(code - 128).name if 128 < code < 160 else ""
     causes = []
     for rank in range(table.ranks):
@@ -200,7 +201,7 @@ def _cause(table: StatusTable, ended: Mapping[int, float], code: int) -> Cause:
     if causes and not (by and all(lost for lost, _, _ in causes)):
         lost, when, first = min(causes, key=lambda row: row[:2])
         same_time = [str(cause.rank) for *key, cause in causes if cause.silent and key == [lost, when]]
-        if first.silent and len(same_time) > 1:  # seen at one look: this process was perhaps stopped itself
+        if first.silent and len(same_time) > 1:  # noticed at the same time: perhaps this process was stopped itself
             return replace(first, what=f"rank {' or '.join(same_time)} {first.what}", rank=None)
         return first
     begun = any(table.read(rank).pid for rank in range(table.ranks))
@@ -210,7 +211,7 @@ def _cause(table: StatusTable, ended: Mapping[int, float], code: int) -> Cause:
 
 
 def _checkpoints(run_dir: Path) -> set[tuple[int, Path, int]]:
-    """Return (step, folder, inode) of all checkpoints. The inode tells apart one that was written again."""
+    """Return (step, folder, inode) of all checkpoints. The inode identifies one that was rewritten."""
     checkpoints = set()
     for step, path in store.find(run_dir / "checkpoints"):
         with suppress(OSError):
@@ -221,7 +222,7 @@ def _checkpoints(run_dir: Path) -> set[tuple[int, Path, int]]:
 def _going_on(arguments: list[str], known: set[tuple[int, Path, int]], now: set[tuple[int, Path, int]]) -> list[str]:
     """Return the command that continues a run from its newest checkpoint.
 
-    If the run began from a checkpoint that was named, those that lay there before (``known``) are not this run's.
+    If the run was started with --resume, checkpoints that existed before (``known``) are not this run's.
     """
     kept, resume, words = [], "auto", iter(arguments)
     for word in words:
@@ -232,13 +233,13 @@ def _going_on(arguments: list[str], known: set[tuple[int, Path, int]], now: set[
             kept.append(word)
     if resume not in ("auto", "last"):
         new = sorted(now - known)
-        # The run folder is this run's by now. If nothing was saved, the run begins anew from the one that was named.
+        # The run folder is this run's by now. If nothing was saved, start again from the given checkpoint.
         return [*kept, "--resume", *([str(new[-1][1])] if new else [resume, "--overwrite"])]
     return [*kept, "--resume", "auto"]
 
 
 def _out_of_memory() -> int:
-    """Return how often the kernel has killed for want of memory since it started."""
+    """Return how many processes the kernel's OOM killer has killed since boot."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

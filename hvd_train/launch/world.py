@@ -1,4 +1,4 @@
-"""The place of a process among the ranks of a job."""
+"""The rank of a process and the size of its job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among the ranks. ``launcher`` is empty for a process that was started alone."""
+    """The rank of this process and the sizes of its job. ``launcher`` is empty for a process that was started alone."""
 
     rank: int = 0
     size: int = 1

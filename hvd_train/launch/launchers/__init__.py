@@ -1,4 +1,4 @@
-"""The launchers, a file each; a row of ``LAUNCHERS`` adds one. Nothing else in the package knows them by name."""
+"""The launchers, one file each. A row of ``LAUNCHERS`` adds one; no other module names them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hvd_train.launch.launchers.srun import Srun
 from hvd_train.launch.world import World
 
 AUTO = "auto"
-NONE = Launcher()  # of a process that was started alone
-# A rank belongs to the first that detects it: a launcher's own variables come before those of one around it.
+NONE = Launcher()  # for a process that was started alone
+# The first launcher that detects a rank wins, so an inner launcher comes before one that may have started it.
 LAUNCHERS: list[Launcher] = [
     Horovodrun(),
     Mpirun(),
@@ -24,14 +24,14 @@ LAUNCHERS: list[Launcher] = [
     Mpiexec(),
     Srun(),
 ]
-# ``auto`` takes the first that is usable, MPI before Gloo: on CPUs its allreduce goes through shared memory.
+# ``auto`` takes the first usable one. MPI comes before Gloo: on CPUs its allreduce uses shared memory.
 PREFERRED = (Mpirun.name, Horovodrun.name)
 HELP = "What starts the ranks of -np; auto: mpirun where Horovod speaks MPI, else horovodrun (Gloo)."
 
 
 def startable(in_allocation: bool = False) -> list[Launcher]:
-    """Return the launchers that ``--launcher`` offers, the preferred ones first. ``in_allocation``: also those that
-    start ranks in an allocation."""
+    """Return the choices of ``--launcher``, preferred ones first. ``in_allocation``: include those that start ranks in
+    an allocation."""
     offered = [one for one in LAUNCHERS if one.starts_ranks and (in_allocation or not one.in_allocation)]
     return sorted(offered, key=lambda one: PREFERRED.index(one.name) if one.name in PREFERRED else len(PREFERRED))
 
@@ -48,8 +48,8 @@ def named(name: str) -> Launcher:
 
 
 def choose(name: str) -> Launcher:
-    """Return the launcher of this name, or with ``auto`` the preferred one. Raises ConfigError if it cannot start
-    ranks here."""
+    """Return the launcher of this name, or the preferred one for ``auto``. Raises ConfigError if it cannot start ranks
+    here."""
     if name == AUTO:
         preferred = [named(one) for one in PREFERRED]
         launcher = next((one for one in preferred if one.usable()), preferred[-1])
@@ -60,7 +60,7 @@ def choose(name: str) -> Launcher:
 
 
 def detect(environ: Mapping[str, str]) -> World:
-    """Return the place of this process. Raises ConfigError for one of several processes that Horovod cannot join."""
+    """Return this process's rank and world. Raises ConfigError if its launcher is one that Horovod does not support."""
     for launcher in LAUNCHERS:
         if world := launcher.detect(environ):
             return world

@@ -1,4 +1,4 @@
-"""The contract of a launcher: how it starts ranks, how a rank knows that it was started by it, and what differs."""
+"""The interface of a launcher: how it starts ranks, how a rank detects it, and how it differs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hvd_train.launch.hosts import Hosts
     from hvd_train.launch.rendezvous.step import Step
 
-# Exit codes of launchers for a rank that a signal ended.
+# Exit codes of launchers for a rank killed by a signal.
 FATAL = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
 
 LOST_FIX = "look for a crash or too little memory; --resume auto goes on from there"
@@ -23,8 +23,8 @@ LOST_FIX = "look for a crash or too little memory; --resume auto goes on from th
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of ranks to start, and their place: on ``hosts`` (None: on this one), or on so many ``nodes`` of an
-    allocation with ``ranks_per_node`` each (None: as its scheduler decides)."""
+    """How many ranks to start and where: on ``hosts`` (None: this one), or on ``nodes`` of an allocation with
+    ``ranks_per_node`` each (None: the scheduler decides)."""
 
     num_proc: int | None
     hosts: Hosts | None = None
@@ -33,7 +33,7 @@ class Layout:
 
 
 class Launcher:
-    """A program that starts ranks. The defaults are those of a process that was started alone."""
+    """A program that starts ranks. The defaults are for a process that was started alone."""
 
     name = ""
     # Variables of each rank: (rank, world size, local rank, local size); "" if the launcher has no such variable.
@@ -43,20 +43,20 @@ class Launcher:
     starts_ranks = False  # --launcher offers it
     tool = ""  # the program that must be installed
     install = "run scripts/setup"  # how to get the tool
-    library = ""  # by which Horovod's ranks exchange: "mpi" or "gloo"
+    library = ""  # Horovod's transport: "mpi" or "gloo"
     help = ""  # the launcher's part of the help of --launcher
-    in_allocation = False  # a scheduler gives the hosts, and only fit offers the launcher
+    in_allocation = False  # a scheduler assigns the hosts; only fit offers the launcher
     no_hosts = ""  # in an allocation: what to do instead of naming hosts or asking for restarts
-    slow_to_end = False  # ranks are left running for a second or more after one was lost, unless we end them
-    endless_programs: Sequence[str] = ()  # programs of the launcher that wait for ever for a host out of their reach
-    forwards_stops = False  # at SIGTSTP it stops its ranks, on all hosts, and at SIGCONT it lets them go on
-    forwarded_signals: Mapping[int, int] = {}  # signals that the launcher must be sent as another
+    slow_to_end = False  # ranks run on for a second or more after one was lost, unless we end them
+    endless_programs: Sequence[str] = ()  # programs of the launcher that wait for ever for an unreachable host
+    forwards_stops = False  # SIGTSTP suspends its ranks on all hosts, and SIGCONT resumes them
+    forwarded_signals: Mapping[int, int] = {}  # {signal: the one to send to this launcher instead}
 
     # What its ranks can rely on
-    binds_ranks = True  # False: each rank gets all cores of its host, and takes its share of them by itself
-    opens_terminals = False  # a rank's output is a terminal, wherever the user sends it
+    binds_ranks = True  # False: each rank may use all cores of its host, and binds itself to its share
+    opens_terminals = False  # a rank's stdout is a terminal even if the user redirects the output
     leads_session = False  # a shell may stand between launcher and rank: the launcher leads the session of both
-    opens_mpi = True  # mpi4py finds all ranks
+    opens_mpi = True  # mpi4py works
     other_library = "use horovodrun --gloo"  # if Horovod and the launcher do not speak the same MPI
 
     def check(self) -> None:
@@ -66,7 +66,7 @@ class Launcher:
             raise ConfigError(f"{self.tool} is not installed", where="--launcher", fix=fix)
 
     def usable(self) -> bool:
-        """Return whether ``auto`` can take the launcher."""
+        """Return whether ``auto`` may choose this launcher."""
         return installed.find_tool(self.tool) is not None
 
     def command(self, layout: Layout, program: Sequence[str]) -> list[str]:
@@ -78,19 +78,19 @@ class Launcher:
         return {}
 
     def check_limits(self, num_proc: int) -> None:
-        """Raise ConfigError for a limit of this host under which so many ranks would end as if they had crashed."""
+        """Raise ConfigError if a limit of this host would crash so many ranks."""
 
     def folders(self) -> dict[str, str]:
-        """Return {variable: where a folder of this name is made for the files of a job on this host}."""
+        """Return {variable: folder in which to create one for the job's files on this host}."""
         return {}
 
     def remove_left(self) -> None:
-        """Remove the files of this rank's job on this host, whose launcher was killed and could not."""
+        """Remove the job's files on this host if its launcher was killed before it could."""
 
     def exit_code(self, code: int, signals: Sequence[int], layout: Layout) -> int:
         """Return the job's exit code. ``code`` is the launcher's; ``signals`` were sent to this process meanwhile.
 
-        After a signal it is 128 + its number, except 75 if the ranks have saved. Ctrl-C is 130 in both cases.
+        After a signal it is 128 + its number, or 75 if the ranks have saved. After Ctrl-C it is always 130.
         """
         if signals and code:
             saved = stopped_code(signals[0])
@@ -101,7 +101,7 @@ class Launcher:
         return code
 
     def detect(self, environ: Mapping[str, str]) -> World | None:
-        """Return the place of this process, or None if the launcher did not start it."""
+        """Return this process's rank and world, or None if the launcher did not start it."""
         rank, size, local_rank, local_size = self.place_variables
         if rank not in environ or size not in environ:
             return None
@@ -109,16 +109,16 @@ class Launcher:
         return World(*place, number(environ, local_rank, place[0]), number(environ, local_size, place[1]), self.name)
 
     def place(self, rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
-        """Return the variables by which a rank knows this place."""
+        """Return the variables that give a rank this rank and world."""
         numbers = zip(self.place_variables, (rank, size, local_rank, local_size), strict=True)
         return {name: str(value) for name, value in numbers if name}
 
     def joins_ranks(self, environ: Mapping[str, str]) -> bool:
-        """Return whether the launcher brings its ranks together, and ends all when one fails."""
+        """Return whether the launcher connects its ranks, and ends all when one fails."""
         return True
 
     def step(self, environ: Mapping[str, str]) -> Step:
-        """Describe the ranks that were started together, for a launcher that does not bring them together."""
+        """Describe the ranks that were started together, for a launcher that does not connect them."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Launchers that hvd_train does not call itself: those that Horovod understands, and those that it does not."""
+"""Launchers that hvd_train detects but does not call; those that Horovod does not support are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.launch.launchers.base import Launcher
 from hvd_train.launch.world import World
 
-# Variables with a rank but without a size: above 0 they say that this process is not the only one.
+# Variables with a rank but no size: a rank above 0 shows that there are other processes.
 RANK_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "SLURM_PROCID")
 ALONE = "to train with this process alone, unset"
 
@@ -29,7 +29,7 @@ class MpirunRsh(Launcher):
 
 
 class Jsrun(Launcher):
-    """IBM's, which sets the variables of Open MPI, too."""
+    """IBM's jsrun, which also sets the variables of Open MPI."""
 
     name = "jsrun"
     place_variables = (
@@ -52,7 +52,7 @@ class Mpiexec(Launcher):
     place_variables = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
     def detect(self, environ: Mapping[str, str]) -> World | None:
-        # srun --mpi=pmi2 sets MPICH's variables, too, to the same numbers. Those ranks are srun's.
+        # srun --mpi=pmi2 also sets MPICH's variables, but its ranks belong to srun.
         slurm = [environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
         if [environ.get(name) for name in self.place_variables[:2]] == slurm:
             return None
@@ -60,7 +60,7 @@ class Mpiexec(Launcher):
 
 
 def refuse_unknown(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if a launcher that Horovod does not know says that this process is one of several."""
+    """Raise ConfigError if a launcher that Horovod does not support has started several processes."""
     who = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the launcher"
     variables: dict[str, str] = {}
     if "RANK" in environ or "TORCHELASTIC_RUN_ID" in environ:

@@ -1,4 +1,4 @@
-"""Ranks over Gloo. They look like those of ``horovodrun --gloo``, but ``launch/gloo.py`` starts them."""
+"""Ranks over Gloo, started by ``launch/gloo.py`` with the variables of ``horovodrun --gloo``."""
 
 from __future__ import annotations
 

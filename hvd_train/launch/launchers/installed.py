@@ -11,15 +11,15 @@ from hvd_train.errors import ConfigError
 
 
 def find_tool(name: str) -> str | None:
-    """Return the path of a program: in the folder of this Python, else on PATH."""
-    # A virtual environment need not be active, and then its programs are not on PATH.
+    """Return the path of a program, from this Python's folder or else PATH."""
+    # A virtual environment that is not activated is not on PATH.
     in_environment = Path(sys.executable).parent / name
     return str(in_environment) if in_environment.exists() else shutil.which(name)
 
 
 def python(module: str) -> list[str]:
-    """Return the command ``python -m MODULE``, with the modules of the environment alone."""
-    # Without -P, Python takes any module first from the current folder, which others may be able to write to.
+    """Return the command ``python -m MODULE``, which imports nothing from the current folder."""
+    # Without -P, Python imports from the current folder first, which others may be able to write to.
     return [sys.executable, "-P", "-m", module]
 
 
@@ -27,7 +27,7 @@ def mpi_built() -> bool:
     """Return whether Horovod speaks MPI."""
     from importlib.util import find_spec
 
-    # The linked libraries show it. Loading Horovod would load a framework, which takes seconds.
+    # From the linked libraries, because importing Horovod imports a framework, which takes seconds.
     spec = find_spec("horovod")
     if spec is None or spec.origin is None:
         raise ConfigError("Horovod is not installed", fix="run scripts/setup")

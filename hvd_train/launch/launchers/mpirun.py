@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 BACKING, MEMORY = "OMPI_MCA_btl_vader_backing_directory", "/dev/shm"
 UNREACHABLE = 205  # Open MPI's exit code if a daemon cannot connect to mpirun
-# By default Open MPI asks a silent host after 5 minutes: with these it asks after 20 s, and gives it up 20 s later.
+# TCP keepalive: Open MPI probes a silent host after 5 minutes by default. These probe after 20 s, and give up 20 s
+# later.
 KEEPALIVE = {"OMPI_MCA_oob_tcp_keepalive_time": "20", "OMPI_MCA_oob_tcp_keepalive_intvl": "5"}
 KEEPALIVE |= {"OMPI_MCA_oob_tcp_keepalive_probes": "4"}
 
@@ -31,7 +32,7 @@ TEMPORARY = ("OMPI_MCA_orte_tmpdir_base", "TMPDIR", "TEMP", "TMP")  # in the ord
 
 
 def _check_temporary() -> None:
-    """Refuse a folder of temporary files in which mpirun's ranks would end as if they had crashed."""
+    """Raise ConfigError if mpirun's ranks would crash with this folder for temporary files."""
     name = next((name for name in TEMPORARY if os.environ.get(name)), "TMPDIR")
     folder = os.environ.get(name) or "/tmp"
     fix = f"set {name} to another folder, or use --launcher horovodrun, which needs none"
@@ -46,8 +47,8 @@ def _check_temporary() -> None:
         raise ConfigError(what, where=f"{name}: {folder}", fix=fix)
 
 
-SEGMENT_BYTES = 4_194_312  # of a rank's file of shared memory; pages that are not used yet take no room
-OPEN_FILES, OPEN_FILES_OF_RANK = 30, 4  # of mpirun itself: 2 ranks want 33 to 40, 4 ranks 41 to 48, 8 ranks 57 to 64
+SEGMENT_BYTES = 4_194_312  # of a rank's shared-memory file; unused pages take no space
+OPEN_FILES, OPEN_FILES_OF_RANK = 30, 4  # for mpirun itself: 2 ranks need 33 to 40, 4 ranks 41 to 48, 8 ranks 57 to 64
 
 
 class Mpirun(Launcher):
@@ -83,7 +84,7 @@ class Mpirun(Launcher):
         line = [installed.find_tool(self.tool) or self.tool, "--quiet", "-np", str(layout.num_proc)]
         line += ["--bind-to", "none"]
         if layout.hosts:
-            # Names alone: their values, and variables of Open MPI, travel by themselves.
+            # Names only: mpirun forwards their values, and Open MPI's own variables.
             exported = [word for name in travelling(os.environ) for word in ("-x", name)]
             return [*line, "-H", layout.hosts.words, *exported, *program]
         return [*line, "--map-by", "slot:oversubscribe", *program]
@@ -99,7 +100,7 @@ class Mpirun(Launcher):
         else:
             # Ranks of one host need no network; a listening port is one more thing to protect.
             needed |= {"OMPI_MCA_btl": "self,vader", "OMPI_MCA_oob_tcp_if_include": "lo"}
-            # Within an allocation mpirun would ask Slurm to start also the ranks of this host, and may wait for ever.
+            # Within an allocation mpirun would start even this host's ranks through Slurm, and may wait for ever.
             for layer in ("ras", "plm"):
                 needed |= {f"OMPI_MCA_{layer}": "^slurm", f"PRTE_MCA_{layer}": "^slurm"}
         settings = {name: value for name, value in needed.items() if name not in os.environ}
@@ -121,8 +122,8 @@ class Mpirun(Launcher):
                 raise ConfigError(what, where=folder, fix=fix)
 
     def folders(self) -> dict[str, str]:
-        # By themselves, files of shared memory and of each mpirun lie among those of other jobs, and nobody knows
-        # whether theirs lives.
+        # By default, shared-memory files and those of each mpirun lie among other jobs', with no sign whether their job
+        # is alive.
         return {BACKING: MEMORY, "OMPI_MCA_orte_tmpdir_base": tempfile.gettempdir()}
 
     def remove_left(self) -> None:

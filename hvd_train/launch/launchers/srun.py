@@ -32,7 +32,7 @@ class Srun(Launcher):
     help = "within an allocation of Slurm"
     in_allocation = True
     no_hosts = "leave it out: the allocation has the hosts, and 'hvd-train submit --requeue' starts again"
-    # srun keeps a first SIGINT to itself, and at SIGTERM it ends the ranks before they have saved.
+    # srun does not forward a first SIGINT, and on SIGTERM ends the ranks before they have saved.
     forwarded_signals = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signal.SIGUSR1)
     opens_mpi = False  # with --mpi=pmix it may, which has not been tried
     other_library = "set HOROVOD_CONTROLLER=gloo"
@@ -54,7 +54,7 @@ class Srun(Launcher):
         return [self.tool, *(str(word) for pair in options.items() if pair[1] for word in pair), *program]
 
     def exit_code(self, code: int, signals: Sequence[int], layout: Layout) -> int:
-        # srun itself prints which task a signal ended.
+        # srun itself prints which task was killed by a signal.
         return super().exit_code(code, signals, layout) if signals else code
 
     def detect(self, environ: Mapping[str, str]) -> World | None:
@@ -73,7 +73,7 @@ class Srun(Launcher):
         return World(*place, number(environ, local_rank, 0), per_node[node], self.name)
 
     def joins_ranks(self, environ: Mapping[str, str]) -> bool:
-        """Return whether MPI joins the ranks: if srun was called with --mpi=pmix, or if the user says so."""
+        """Return whether MPI connects the ranks: with srun --mpi=pmix, or if the user says so."""
         if environ.get("HOROVOD_CONTROLLER"):
             return environ["HOROVOD_CONTROLLER"].lower() == "mpi"
         return "PMIX_RANK" in environ and installed.mpi_built()
@@ -107,8 +107,8 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def node_of(environ: Mapping[str, str]) -> int:
-    """Return this node's place in the step's list of nodes, which is that of its number of tasks. In a heterogeneous
-    job, SLURM_NODEID counts the nodes in another order."""
+    """Return this node's index in the step's lists of nodes and of tasks per node. In a heterogeneous job, SLURM_NODEID
+    has another order."""
     nodes = node_names(environ.get("SLURM_STEP_NODELIST", ""))
     this = environ.get("SLURMD_NODENAME")
     return nodes.index(this) if this in nodes else number(environ, "SLURM_NODEID", 0)
@@ -118,7 +118,7 @@ def node_names(text: str) -> list[str]:
     """Expand Slurm's "rack[0-1]n[07,09-10],login" to [rack0n07, rack0n09, rack0n10, rack1n07, ..., login]."""
     names = []
     for word in re.split(r",(?![^[]*\])", text):
-        pieces = re.split(r"\[([^]]*)\]", word)  # what stands in brackets has odd places
+        pieces = re.split(r"\[([^]]*)\]", word)  # the parts in brackets have odd indices
         choices = [_numbers(piece) if k % 2 else [piece] for k, piece in enumerate(pieces)]
         names += ["".join(choice) for choice in product(*choices)]
     return names
@@ -135,7 +135,7 @@ def _numbers(text: str) -> list[str]:
 
 @functools.cache
 def address(node: str) -> str:
-    """Return a node's IPv4 address. If no name service knows the node, Slurm's configuration has its address."""
+    """Return a node's IPv4 address, from the name service or else from Slurm's configuration."""
     with suppress(OSError):
         return socket.gethostbyname(node)
     shown = ""

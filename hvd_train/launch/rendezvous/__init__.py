@@ -1,1 +1,1 @@
-"""The rendezvous of ranks that no launcher brings together: without ssh, without MPI, without PMIx."""
+"""Rendezvous for ranks whose launcher does not connect them, without ssh, MPI or PMIx."""

@@ -1,4 +1,4 @@
-"""The place of a rendezvous server, how to ask it, and what Horovod reads in a rank that knows it."""
+"""The address of a rendezvous server, requests to it, and the variables from which Horovod finds it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ LOOPBACK = "127.0.0.1"
 
 
 def proof(token: str, port: int, nonce: str) -> str:
-    """Return what shows that the server at this port knows the token.
+    """Return the proof that the server at this port knows the token.
 
-    The port is part of it, so that nobody can pass the question on to the true server: that listens at another port.
+    The port is part of it, so that an impostor cannot relay the request to the true server at another port.
     """
     return hmac.new(token.encode(), f"server {port} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The place of a server. ``interface``: by which others reach this rank, empty if Gloo is to take the host name's;
-    ``cross``: (place among the ranks with this local rank, their number)."""
+    """The address of a server. ``interface``: the network interface of this rank, "" to let Gloo use the host name's.
+    ``cross``: Horovod's cross rank and size."""
 
     address: str
     port: int
@@ -36,8 +36,8 @@ class Endpoint:
     cross: tuple[int, int] = (0, 1)
 
     def answers(self) -> bool:
-        """Return whether a server answers there that knows the token."""
-        nonce = secrets.token_hex(16)  # a new question each time: an old answer cannot be used again
+        """Return whether a server there proves that it knows the token."""
+        nonce = secrets.token_hex(16)  # a new nonce each time, so that old answers cannot be replayed
         try:
             connection = http.client.HTTPConnection(self.address, self.port, timeout=ANSWER_SECONDS)
             connection.request("GET", f"/proof/{nonce}")
@@ -50,7 +50,7 @@ class Endpoint:
     def ask(
         self, what: str, content: dict[str, Any], seconds: float = ANSWER_SECONDS
     ) -> tuple[str, int, dict[str, Any]]:
-        """Send a request, and return our own address on the way to the server, the HTTP status and the answer."""
+        """Send a request. Returns our own address towards the server, the HTTP status and the answer."""
         connection = http.client.HTTPConnection(self.address, self.port, timeout=seconds)
         connection.connect()
         local_address = connection.sock.getsockname()[0]
@@ -59,7 +59,7 @@ class Endpoint:
         return local_address, answer.status, json.loads(answer.read() or b"{}")
 
     def horovod_variables(self, world: World, host: str) -> dict[str, str]:
-        """Return what Horovod reads in the rank ``world`` on ``host`` to find the others over Gloo."""
+        """Return the variables from which Horovod's Gloo in rank ``world`` on ``host`` finds the other ranks."""
         variables = {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -80,7 +80,7 @@ class Endpoint:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface with this address, or nothing if there is none."""
+    """Return the network interface with this address, "" if there is none."""
     import psutil
 
     names = (name for name, kinds in psutil.net_if_addrs().items() for kind in kinds if kind.address == address)

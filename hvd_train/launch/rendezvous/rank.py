@@ -1,15 +1,15 @@
-"""A rank's side of the rendezvous, for launchers that do not bring their ranks together (srun).
+"""A rank's side of the rendezvous, for launchers that do not connect their ranks (srun).
 
-All that ranks have in common is what the launcher tells them and the user's secret. From these follow a token and a few
-ports (``step.py``), so that no rank must send either:
+Ranks share only the launcher's variables and the user's secret. From these each computes the same token and a few ports
+(``step.py``), so neither must be sent:
 
-1. Rank 0 opens a server on its node, at the first of the ports that is free (``server.py``).
-2. The others try the ports on the step's first node. A server proves by a hash of their random number that it knows the
-   token, before a rank names it.
+1. Rank 0 opens a server on its node, at the first free port (``server.py``).
+2. The others try the ports on the step's first node. A server first proves, by a hash of the rank's random number, that
+   it knows the token.
 3. If rank 0 is on another node (``srun -m arbitrary``, a heterogeneous job), the first rank of the first node opens a
-   server, too: a signpost. Rank 0 reports its place there, and the others are sent on.
-4. Each rank posts "join" with its place, and is answered when all have come or one has failed: the verdict.
-5. Rank 0's server stays open. Horovod's Gloo exchanges addresses there, and ranks report how they end.
+   server, too: a signpost. Rank 0 reports its address there, and the others are redirected.
+4. Each rank posts "join" with its rank. The answer (the verdict) comes when all have joined or one has failed.
+5. Rank 0's server stays open: Horovod's Gloo exchanges addresses there, and ranks report their exit codes.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from hvd_train.launch.rendezvous.server import LAST_WORDS_SECONDS, START, Rendez
 from hvd_train.launch.rendezvous.step import PORT, TRIES, Step
 from hvd_train.launch.world import World
 
-START_SECONDS = 600  # for all ranks to come
+START_SECONDS = 600  # for all ranks to join
 PARTING_SECONDS = 1.0
-PAUSES = (0.2, 2.0)  # seconds between two looks for the server: at first, and at last
+PAUSES = (0.2, 2.0)  # seconds between attempts to find the server: at first, and at most
 COME_SECONDS = 30.0  # for ranks that start later than others
-# What looking for a server, or asking it, raises while it is not there.
+# Errors of requests to a server that is not there (yet).
 ABSENT = (OSError, http.client.HTTPException, ValueError)
 
 
 class Rendezvous:
-    """The meeting of this rank with the others of its step."""
+    """The rendezvous of this rank with the others of its step."""
 
     def __init__(self, world: World, step: Step) -> None:
         self._world, self._step = world, step
-        self._met: Endpoint | None = None  # rank 0's server, once all ranks have come
+        self._met: Endpoint | None = None  # rank 0's server, once all ranks have joined
         self._server: RendezvousServer | None = None  # of rank 0
-        self._signpost: RendezvousServer | None = None  # on the first node, if rank 0 is not there
+        self._signpost: RendezvousServer | None = None  # the signpost on the first node, if rank 0 is elsewhere
         self._gave_up = False
 
     def prepare(self) -> None:
-        """Open this rank's server, if it has one. Early, so that other ranks can report an error before they join."""
+        """Open this rank's server, if any: early, so that other ranks can report errors before they join."""
         if self._world.rank == 0:
             self.open_server()
         elif self._world.local_rank == 0 and self._signpost is None and self._step.node == self._step.first_node:
@@ -60,7 +60,7 @@ class Rendezvous:
             self._signpost.place = {}
 
     def open_server(self) -> RendezvousServer:
-        """Return rank 0's server, which is opened once, at the first of the step's ports that is free."""
+        """Return rank 0's server, opened at the first call on the step's first free port."""
         if self._server is None:
             self._server = self._open()
             self._server.locals[0] = self._world.local_rank
@@ -80,9 +80,9 @@ class Rendezvous:
         raise ConfigError(what, where=self._step.launcher, fix=f"set {PORT} to the first of {TRIES} others")
 
     def _report_place(self, server: RendezvousServer) -> None:
-        """Report the place of rank 0's server to the signpost on the first node, until all ranks have come.
+        """Report the address of rank 0's server to the signpost on the first node, until all ranks have joined.
 
-        If one has failed, others that start later are still sent on from there, until this process ends.
+        After a failure, ranks that start later are still redirected from there, until this process ends.
         """
         while not server.complete:
             with suppress(*ABSENT):
@@ -108,48 +108,48 @@ class Rendezvous:
             self._signpost = None
 
     def _keep_signpost(self, server: Endpoint) -> None:
-        """Keep this rank's signpost until rank 0's server has answered all who are sent there, and has ended."""
+        """Keep this rank's signpost open until rank 0's server has answered all redirected ranks and ended."""
         stop = time.monotonic() + COME_SECONDS
         while self._signpost and time.monotonic() < stop and server.answers():
             time.sleep(PAUSES[0])
 
-    # ---- all ranks come
+    # ---- all ranks join
 
     def join_world(self) -> None:
         """Wait for the other ranks, and set Horovod's variables.
 
-        Raises CommunicationError on all ranks if one has ended, or does not come within ``HOROVOD_START_TIMEOUT``
-        seconds, and ConfigError if no port is free or the secret cannot be had.
+        Raises CommunicationError on all ranks if one has ended, or does not join within ``HOROVOD_START_TIMEOUT``
+        seconds, and ConfigError if no port is free or the secret cannot be read.
         """
         seconds = number(os.environ, START, START_SECONDS)
         self._met = met = self._receive(seconds) if self._world.rank == 0 else self._come(seconds)
         variables = met.horovod_variables(self._world, self._step.node)
-        for name in ("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"):  # the user's choice stands
+        for name in ("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"):  # unless the user has set it
             if name in os.environ:
                 variables.pop(name, None)
         os.environ.update(variables)
 
     def _receive(self, seconds: int) -> Endpoint:
-        """Wait for the others at rank 0's server, which stays open as long as the process lives."""
+        """Wait for the others at rank 0's server, which stays open until the process ends."""
         server = self.open_server()
         verdict = server.wait(seconds)
         if "failed" in verdict:
-            # The server ends with this process, so it stays until the others have read the verdict. A rank that has
-            # not come within the limit may never do so.
+            # The server ends with this process, so it stays until the others have read the verdict. A rank that is late
+            # may never come.
             server.wait_until_answered(COME_SECONDS if server.ended else PARTING_SECONDS)
             raise self._failure(verdict)
         network = interface_of(verdict["address"])
         return Endpoint(LOOPBACK, server.server_port, server.token, network, self._cross(verdict["locals"]))
 
     def _come(self, seconds: int) -> Endpoint:
-        """Look for rank 0's server, and wait there for the verdict."""
+        """Find rank 0's server, and wait there for the verdict."""
         stop, reason, pause = time.monotonic() + seconds, "no answer", PAUSES[0]
         while (left := stop - time.monotonic()) > 0:
             try:
                 endpoint = self.find()
                 if isinstance(endpoint, Endpoint):
                     place = {"rank": self._world.rank, "local": self._world.local_rank}
-                    # The answer comes when all ranks have come, so it may take as long as the slowest.
+                    # The answer comes when all ranks have joined, so it may take as long as the slowest.
                     local_address, status, verdict = endpoint.ask("join", place, left + ANSWER_SECONDS)
                     if status == 200:
                         self._close_signpost()  # all have come
@@ -171,14 +171,14 @@ class Rendezvous:
         raise CommunicationError(what, where=self._step.launcher, fix=fix)
 
     def find(self) -> Endpoint | str:
-        """Return the place of rank 0's server, or why it was not found."""
+        """Return the address of rank 0's server, or why it was not found."""
         try:
             token = self._step.token(read_secret())
         except FileNotFoundError as error:
             return f"no secret in {error.filename}; if the hosts share no home, set {SECRET} for all ranks"
         address, ports = self._step.address(), self._step.ports(os.environ)
         silent = False
-        # A server of another step or user may hold one of the ports: it does not know the token, so try the next.
+        # One of the ports may belong to another step's or user's server, without the token: then try the next.
         for port in ports:
             endpoint = Endpoint(address, port, token)
             if endpoint.answers():
@@ -191,9 +191,8 @@ class Rendezvous:
         return f"nobody who knows the secret of this step is at port {', '.join(map(str, ports))}"
 
     def _cross(self, locals_: list[int]) -> tuple[int, int]:
-        """Return Horovod's cross rank and size from all local ranks. They must follow the order of ranks, or Horovod
-        ends."""
-        # Counted over lower ranks: as many nodes before this one have a rank with the same local rank.
+        """Return Horovod's cross rank and size from all local ranks. Horovod requires them in the order of ranks."""
+        # The number of earlier nodes that have a rank with the same local rank.
         local = self._world.local_rank
         return locals_[: self._world.rank].count(local), locals_.count(local)
 
@@ -208,10 +207,10 @@ class Rendezvous:
     def report_exit(self, text: str, code: int, seconds: float = COME_SECONDS) -> bool | None:
         """Report that this rank ends with an error.
 
-        Returns True if rank 0 has reported the same, False if it has not, and None if no server answers.
+        Returns whether rank 0 has reported the same error; None if no server answers.
 
-        Rank 0 answers those who wait or end as well, and before all have come those who start later. Another rank
-        looks for the server for ``seconds``.
+        Rank 0 also answers ranks that wait or end, and, before all have joined, those that start later. Other ranks
+        search for the server for ``seconds``.
         """
         with suppress(TrainError, *ABSENT):
             if self._world.rank == 0:
@@ -228,15 +227,15 @@ class Rendezvous:
             if endpoint is not None:
                 report = {"rank": self._world.rank, "code": code, "text": text}
                 same = False
-                with suppress(OSError):  # the server knows then, and may end before it answers
+                with suppress(OSError):  # the server has the report, and may end before it answers
                     same = endpoint.ask("report_exit", report, LAST_WORDS_SECONDS + ANSWER_SECONDS)[2]["same"]
                 self._keep_signpost(endpoint)
                 return same
         return None
 
     def exit_code_of_lost(self, default: int) -> int:
-        """Return the exit code with which the first lost rank ended, if it could report it."""
-        # The server keeps the order of the reports. The first is the cause, the others followed.
+        """Return the exit code that the first lost rank reported, else ``default``."""
+        # The server keeps the order of the reports. The first is the cause of the others.
         codes: Mapping[Any, int] = {}
         if self._server is not None:
             codes = self._server.ended
@@ -250,7 +249,7 @@ _current: Rendezvous | None = None  # of this process
 
 
 def rendezvous_of(here: World) -> Rendezvous | None:
-    """Return the rendezvous of a rank, or None if its launcher brings the ranks together."""
+    """Return the rendezvous of a rank, or None if its launcher connects the ranks."""
     global _current
     launcher = named(here.launcher)
     if launcher.joins_ranks(os.environ):
@@ -261,22 +260,23 @@ def rendezvous_of(here: World) -> Rendezvous | None:
 
 
 def current() -> Rendezvous | None:
-    """Return this process' rendezvous, also after ``join_world``, when Horovod's variables name another launcher."""
+    """Return this process's rendezvous. Works after ``join_world`` too, when Horovod's variables look like another
+    launcher's."""
     return _current or rendezvous_of(world())
 
 
 def prepare(here: World) -> None:
-    """Open the server of a rank whose launcher does not bring the ranks together."""
+    """Open this rank's server if the launcher does not connect the ranks."""
     if rendezvous := rendezvous_of(here):
         rendezvous.prepare()
 
 
 def join_world(here: World) -> None:
-    """Wait for the other ranks if the launcher does not bring them together. Must be called before ``hvd.init()``."""
+    """Wait for the other ranks if the launcher does not connect them. Must be called before ``hvd.init()``."""
     if rendezvous := rendezvous_of(here):
         rendezvous.join_world()
 
 
 def exit_code_of_lost(default: int) -> int:
-    """Return the exit code with which the first lost rank ended, if it could report it."""
+    """Return the exit code that the first lost rank reported, else ``default``."""
     return _current.exit_code_of_lost(default) if _current else default

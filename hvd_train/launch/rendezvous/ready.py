@@ -1,7 +1,7 @@
 """Ranks over Gloo wait for one another before they connect.
 
-Gloo gives a rank up that comes more than 30 seconds after another one, and its error ends the process. On a busy
-machine, or with a slow file server, one rank may load its framework for longer than that.
+Gloo ends the process if a rank arrives more than 30 seconds after another one. On a busy machine, or with a slow file
+server, importing a framework may take longer than that.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from hvd_train.launch.rendezvous.endpoint import ANSWER_SECONDS
 from hvd_train.launch.rendezvous.server import START
 from hvd_train.launch.world import World
 
-ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"  # of our own servers it ends in a token
-START_SECONDS = 600  # for all ranks to come
-PAUSES = (0.02, 0.2)  # seconds between two looks: at first, and at last
+ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"  # ends in a token for our own servers
+START_SECONDS = 600  # for all ranks to arrive
+PAUSES = (0.02, 0.2)  # seconds between polls: at first, and at most
 
 
 def wait_for_ranks(here: World, environ: Mapping[str, str] = os.environ) -> None:
-    """Wait until all ranks that a server of ours brings together are ready to connect.
+    """Wait until all ranks that use one of our servers are ready to connect.
 
-    Raises CommunicationError if one does not come within ``HOROVOD_START_TIMEOUT`` seconds.
+    Raises CommunicationError if one does not arrive within ``HOROVOD_START_TIMEOUT`` seconds.
     """
     server, _, token = environ.get(ADDRESS, "").partition("/")
     if not token:  # MPI, or horovodrun's own server
@@ -47,7 +47,7 @@ def wait_for_ranks(here: World, environ: Mapping[str, str] = os.environ) -> None
 
 
 def _ask(server: str, token: str, method: str, rank: int) -> int:
-    """Return the HTTP status of a request for a rank's mark; 0: no answer."""
+    """Send a request for the key that marks a rank as ready. Returns the HTTP status, 0 without an answer."""
     connection = http.client.HTTPConnection(server, timeout=ANSWER_SECONDS)
     with suppress(OSError, http.client.HTTPException), closing(connection):
         connection.request(method, f"/{token}/ready/{rank}", b"ready" if method == "PUT" else None)

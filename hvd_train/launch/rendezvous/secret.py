@@ -1,4 +1,4 @@
-"""The user's secret, by which ranks know that a server, or who asks it, belongs to the same user."""
+"""The user's secret, by which ranks and servers verify that they belong to the same user."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SECRET = "HVD_TRAIN_SECRET"
 
 
 def read_secret() -> bytes:
-    """Return the secret from the environment or from the user's file. Raises FileNotFoundError if rank 0 has not made
-    the file yet."""
+    """Return the secret from the environment or the user's file. Raises FileNotFoundError if rank 0 has not created the
+    file yet."""
     if value := os.environ.get(SECRET):
         return value.encode()
     path = _path()
     with path.open("rb") as file:
-        # Of the open file, and not of its name, behind which another file may be put in between.
+        # Check the open file, not its path, which another file could replace in between.
         status = os.fstat(file.fileno())
-        if status.st_uid != os.geteuid():  # a file server may give the files of root to nobody (root-squash)
+        if status.st_uid != os.geteuid():  # with root-squash a file server stores root's files as nobody's
             what = f"the secret belongs to user {status.st_uid}, and this process is of user {os.geteuid()}"
             raise ConfigError(
                 what, where=str(path), fix=f"set {SECRET} for all ranks, or XDG_CONFIG_HOME to a folder of yours"
@@ -33,16 +33,16 @@ def read_secret() -> bytes:
 
 
 def make_secret() -> bytes:
-    """Return the secret as ``read_secret`` does, and make the file if there is none: whole, or not at all."""
+    """Return the secret like ``read_secret``, creating the file atomically if there is none."""
     with suppress(FileNotFoundError):
         return read_secret()
     path = _path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)  # for the user alone
+        handle, temporary = tempfile.mkstemp(dir=path.parent)  # readable only by the user
         with os.fdopen(handle, "wb") as file:
             file.write(secrets.token_hex(32).encode())
-        # A link is made whole or not at all, and fails if another rank was faster: then its secret counts.
+        # A link is created atomically, and fails if another rank was faster, whose secret is then used.
         with suppress(FileExistsError):
             os.link(temporary, path)
         os.unlink(temporary)

@@ -1,12 +1,12 @@
-"""The HTTP server at which ranks find one another. It waits for all of them, then serves Horovod's Gloo.
+"""The HTTP server where ranks find one another. It waits for all of them, then serves Horovod's Gloo.
 
-Horovod's own server (``horovod.runner.http.http_server``) answers whoever asks. This one answers only who names the
-token, the first part of each path. What the ranks then send each other is Gloo's, without any such guard.
+Horovod's own server (``horovod.runner.http.http_server``) answers anybody. This one answers only requests whose path
+begins with the token. Gloo's own connections between ranks have no such protection.
 
-- ``GET /proof/NONCE``: a hash, by which a rank sees that the server knows the token, before it sends the token.
+- ``GET /proof/NONCE``: a hash that proves to a rank that the server knows the token, before the rank sends it.
 - ``GET``, ``PUT``, ``DELETE /TOKEN/SCOPE/KEY``: Horovod's key-value store.
-- ``POST /TOKEN/join``: a rank has come; answered when all have. ``report_exit``: a rank ends with an error. ``ended``:
-  who has reported that. ``place``, ``report_place``: where rank 0's server is, of a signpost.
+- ``POST /TOKEN/join``: a rank joins; answered when all have. ``report_exit``: a rank ends with an error. ``ended``: the
+  ranks that have reported that. ``place``, ``report_place``: rank 0's server, on a signpost.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from typing import Any
 from hvd_train.errors import CommunicationError, name_ranks
 from hvd_train.launch.rendezvous.endpoint import LOOPBACK, proof
 
-START = "HOROVOD_START_TIMEOUT"  # horovodrun's name: seconds for all ranks to come
-LAST_WORDS_SECONDS = 3.0  # for rank 0 to end as well
-REQUEST_SECONDS = 5.0  # for a request to show the token, from its first byte to the last
-STRANGERS = 64  # connections that have not shown the token, and as many again as there are ranks
+START = "HOROVOD_START_TIMEOUT"  # horovodrun's name: seconds for all ranks to join
+LAST_WORDS_SECONDS = 3.0  # for rank 0 to end, too
+REQUEST_SECONDS = 5.0  # for a request up to its token, from its first byte
+STRANGERS = 64  # connections without the token so far; the number of ranks is added
 
 
 class RendezvousServer(ThreadingHTTPServer):
-    """Receives the ranks, then keeps what Horovod's Gloo puts there: (scope, key) -> bytes.
+    """Server of the rendezvous, then key-value store of Horovod's Gloo: (scope, key) -> bytes.
 
-    Closed to whoever does not name the token. Connections that have not named it are few and short: a new one ends the
-    oldest. When all ranks have come, no address but theirs is listened to.
+    Serves only requests with the token. Connections without it are limited in number and time: a new one closes the
+    oldest. Once all ranks have joined, only their addresses are served.
     """
 
-    # Address and port of rank 0's server, if this one only leads there; empty until rank 0 has reported them.
+    # Address and port of rank 0's server, if this is a signpost; empty until rank 0 has reported them.
     place: dict[str, Any] | None = None
 
     daemon_threads = True
@@ -48,27 +48,27 @@ class RendezvousServer(ThreadingHTTPServer):
         self.token, self.size = token, size
         self.values: dict[tuple[str, str], bytes] = {}
         self.ended: dict[int, int] = {}  # rank: exit code, in the order of their reports
-        self._address = LOOPBACK  # this host's, as ranks of other nodes see it
-        self._strangers: dict[socket.socket, float] = {}  # since when, oldest first
+        self._address = LOOPBACK  # this host's address, as seen from other nodes
+        self._strangers: dict[socket.socket, float] = {}  # {connection: time of its start}, oldest first
         self._guard = threading.Lock()  # of _strangers
-        self._known = {LOOPBACK}  # addresses of the ranks that came
-        self.locals = {0: 0}  # rank: its local rank
+        self._known = {LOOPBACK}  # addresses of the ranks that joined
+        self.locals = {0: 0}  # {rank: its local rank}
         self._came, self._answered = {0}, {0}
-        self._last_words: str | None = None  # of rank 0, before it ended
-        self._verdict: dict[str, Any] | None = None  # the answer to all who have come
+        self._last_words: str | None = None  # rank 0's error, before it ended
+        self._verdict: dict[str, Any] | None = None  # the answer to all that have joined
         self._changed = threading.Condition()
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # HTTPServer's looks its own name up, which may take long
+        socketserver.TCPServer.server_bind(self)  # HTTPServer's looks up its host name, which may be slow
         self.server_port = self.server_address[1]
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return whether to listen to this address: once all ranks have come, only to theirs."""
+        """Return whether to serve this address; once all ranks have joined, only theirs."""
         verdict = self._verdict
         return verdict is None or "failed" in verdict or client_address[0] in self._known
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        # Each connection has a thread, so those that send nothing must be few and short.
+        # Each connection has a thread, so idle ones must be few and short.
         with self._guard:
             self._strangers[request] = time.monotonic()
             oldest = next(iter(self._strangers)) if len(self._strangers) > STRANGERS + self.size else None
@@ -77,20 +77,20 @@ class RendezvousServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """End connections that have not shown the token in time. Called between requests, at least twice a second."""
+        """Close connections that have not sent the token in time. Called between requests, at least twice a second."""
         with self._guard:
             late = [one for one, since in self._strangers.items() if time.monotonic() - since > REQUEST_SECONDS]
         for connection in late:
             self._disconnect(connection)
 
     def _disconnect(self, connection: socket.socket) -> None:
-        """End a connection whose thread waits for the rest of a request."""
+        """Close a connection whose thread waits for the rest of a request."""
         self.trust(connection)
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
     def trust(self, connection: socket.socket) -> None:
-        """Note that a connection has shown the token, or has ended."""
+        """Record that a connection has sent the token, or has ended."""
         with self._guard:
             self._strangers.pop(connection, None)
 
@@ -99,9 +99,9 @@ class RendezvousServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def wait(self, seconds: int) -> dict[str, Any]:
-        """Wait for all ranks, and return the verdict: the address by which others see this host, or what ``failed``."""
+        """Wait for all ranks. Returns the verdict: this host's address as seen from others, or what ``failed``."""
         with self._changed:
-            # A rank that ends before all have come will never come, so nobody waits for it.
+            # A rank that ends before all have joined will never join, so stop waiting.
             self._changed.wait_for(lambda: len(self._came) == self.size or self.ended, seconds)
             missing = sorted(set(range(self.size)) - self._came)
             if self.ended:
@@ -124,23 +124,23 @@ class RendezvousServer(ThreadingHTTPServer):
 
     @property
     def complete(self) -> bool:
-        """Return whether all ranks have come."""
+        """Return whether all ranks have joined."""
         return self._verdict is not None and "failed" not in self._verdict
 
     def add_rank(self, rank: int, local: int, address: str, peer: str) -> tuple[int, dict[str, Any]]:
-        """Note a rank that came from ``peer`` to this ``address`` of ours, and wait for the verdict.
+        """Record a rank that connected from ``peer`` to our ``address``, and wait for the verdict.
 
         Returns the HTTP status and the verdict.
         """
         with self._changed:
-            # 410: the rank has come before, in an earlier command of the same step, whose server this still is.
+            # 410: the rank has joined before. This server still belongs to an earlier command of the same step.
             if rank in self._came or not 0 < rank < self.size:
                 return 410, {}
             if self._verdict is None:
                 self._came.add(rank)
                 self.locals[rank] = local
                 self._known.add(peer)
-                # A rank of this node comes by the loopback, and that address says nothing to other nodes.
+                # A rank of this node connects over loopback, an address that is useless to other nodes.
                 if not address.startswith("127."):
                     self._address = address
                 self._changed.notify_all()
@@ -149,25 +149,25 @@ class RendezvousServer(ThreadingHTTPServer):
             return 409 if "failed" in self._verdict else 200, self._verdict
 
     def report_exit(self, rank: int, code: int, text: str) -> dict[str, Any]:
-        """Note a rank that ends with an error, and answer whether rank 0 reports the same error."""
+        """Record that a rank ends with an error. Answers whether rank 0 reports the same error."""
         with self._changed:
-            # If rank 0 has the same error it ends about now, too, and only its line is printed. So wait for its words.
+            # If rank 0 has the same error it also ends about now, and only its line is printed. So wait for its report.
             self.ended.setdefault(rank, code)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._last_words is not None, LAST_WORDS_SECONDS)
             return {"same": self._last_words == text}
 
     def note_answered(self, rank: int) -> None:
-        """Note that this rank has its answer, with rank 0's last words if there were any."""
+        """Record that this rank has its answer, with rank 0's error if there was one."""
         with self._changed:
             if self._last_words is not None:
                 self._answered.add(rank)
                 self._changed.notify_all()
 
     def report_exit_of_rank_0(self, text: str, code: int, seconds: float) -> None:
-        """Keep rank 0's last words for those who ask within ``seconds``, or until all have asked."""
+        """Serve rank 0's error until all ranks have asked, at most ``seconds``."""
         with self._changed:
-            # This server ends with rank 0. It stays until all other ranks have read the words, or the time is over.
+            # This server ends with rank 0, so wait until all other ranks have read the error, or the time is over.
             self._last_words = text
             if self._verdict is None:
                 self._fail(0, code)
@@ -175,12 +175,12 @@ class RendezvousServer(ThreadingHTTPServer):
         self.wait_until_answered(seconds)
 
     def wait_until_answered(self, seconds: float) -> None:
-        """Wait until all other ranks have read that one has failed. Those that start later would wait for a server."""
+        """Wait until all other ranks have read that one has failed. Later ones would search for a server in vain."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._answered) == self.size, seconds)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a connection that breaks: the other side reports it."""
+        """Ignore a broken connection: the other side reports it."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -197,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _words(self) -> list[str] | None:
-        """Return what follows the token in the path; None if the token is wrong, which is answered here."""
+        """Return the path after the token. Answers the request and returns None if the token is wrong."""
         _, token, *words = self.path.split("/")
         if hmac.compare_digest(token.partition(":")[0].encode(), self.server.token.encode()):
             self.server.trust(self.connection)

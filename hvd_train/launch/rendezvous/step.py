@@ -1,4 +1,4 @@
-"""Ranks that were started together, as far as they must find one another."""
+"""What identifies ranks that were started together, so that they can find one another."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hvd_train.errors import ConfigError
 from hvd_train.launch.rendezvous.endpoint import LOOPBACK
 
 PORT = "HVD_TRAIN_PORT"
-PORTS = range(16384, 32768)  # below the ephemeral ports, which systems give to any program
-TRIES = 16  # so many ports: another step or program on the node may hold the first ones
+PORTS = range(16384, 32768)  # below the ephemeral ports, which the system assigns to any program
+TRIES = 16  # several, because another step or program on the node may use the first ones
 
 
 @dataclass(frozen=True)
 class Step:
     """One start of ranks by ``launcher`` on ``nodes`` nodes.
 
-    No other step has the same ``name``, nor has this one after a requeue. On ``first_node`` rank 0 can be asked for;
-    ``node`` is this rank's. ``resolve`` gives a node's address.
+    ``name`` is unique, also among requeues of a job. ``first_node`` has rank 0's server or a signpost; ``node`` is this
+    rank's. ``resolve`` returns a node's address.
     """
 
     name: str
@@ -32,17 +32,17 @@ class Step:
     resolve: Callable[[str], str]
 
     def ports(self, environ: Mapping[str, str]) -> list[int]:
-        """Return the ports at which the step's servers may be."""
+        """Return the ports that the step's servers may use."""
         if PORT in environ:
             text = environ[PORT]
             if not text.isdigit() or not 0 < int(text) <= 65536 - TRIES:
                 raise ConfigError(f"'{text}' is no port", where=f"environment variable {PORT}", common=True)
             return [int(text) + k for k in range(TRIES)]
-        # Ports that follow from the name differ from those of other steps on the node, most of the time.
+        # Ports derived from the name mostly differ from those of other steps on the node.
         return [PORTS[zlib.crc32(f"{self.name}:{k}".encode()) % len(PORTS)] for k in range(TRIES)]
 
     def token(self, secret: bytes) -> str:
-        """Return what this step's ranks show. The secret cannot be computed from it."""
+        """Return the token of this step's ranks, from which the secret cannot be computed."""
         return hmac.new(secret, f"step {self.name}".encode(), hashlib.sha256).hexdigest()
 
     def address(self) -> str:

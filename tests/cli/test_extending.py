@@ -98,6 +98,31 @@ try:
 except ConfigError as error:
     assert "mode='doubling': for hvd-train fit alone" in str(error)
 """
+# A mode that scripts may have: the file, the row, and what they are for.
+A_FILE = "from hvd_train.update.outer import Outer\n\n\nclass Plain(Outer):\n    pass\n"
+A_ROW = """    "plain": ModeSpec(
+        "plain:Plain", _OUTER, deltas=True, interval="outer_steps", result="all", scripts=_IN_SCRIPTS
+    ),
+"""
+A_MODE_OF_SCRIPTS = """
+import numpy as np
+
+from hvd_train.script.world import exchange_options
+from tests.rank_threads import run_ranks
+from tests.script.test_apart import Script
+
+
+def work(communicator, mode):
+    script = Script(communicator, mode=mode)
+    script.steps(7)
+    script.apart.join()
+    return script.w
+
+
+assert exchange_options("ht.distribute", "none", {"outer_steps": 3}, mode="plain").outer_steps == 3
+plain, outer = (run_ranks(2, lambda communicator, mode=mode: work(communicator, mode)) for mode in ("plain", "outer"))
+assert np.array_equal(plain, outer)
+"""
 # The program of the launcher: it calls the MPI that is there.
 IBRUN = """#!/bin/sh
 shift; ranks=$1; shift
@@ -130,6 +155,9 @@ def copy(tmp_path_factory):
     for section in SECTIONS:
         words = ["git", "apply", "-"]
         subprocess.run(words, cwd=folder, input=diff_of(section), text=True, check=True, timeout=SECONDS)
+    (folder / "hvd_train/update/plain.py").write_text(A_FILE)
+    table = folder / "hvd_train/config/modes.py"
+    table.write_text(table.read_text().replace("MODES = {\n", f"MODES = {{\n{A_ROW}"))
     return folder
 
 
@@ -142,7 +170,9 @@ def run(copy, *words, **variables):
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("code", [A_METRIC, A_COMPRESSOR, AN_UPDATE], ids=["metric", "compressor", "update"])
+@pytest.mark.parametrize(
+    "code", [A_METRIC, A_COMPRESSOR, AN_UPDATE, A_MODE_OF_SCRIPTS], ids=["metric", "compressor", "update", "scripts"]
+)
 def test_the_examples_are_what_they_say(copy, code):
     run(copy, "-c", code)
 

@@ -1,7 +1,7 @@
-"""State dicts (name: array) as bytes (safetensors: nothing is ever unpickled) and as one hash.
+"""Serialize state dicts {name: array} as safetensors (never pickle), and hash them.
 
-safetensors: the header's length (8 bytes, little-endian), the header (JSON), then the arrays, without gaps, those of
-wider numbers first (https://github.com/huggingface/safetensors#format).
+safetensors: the header's length (8 bytes, little-endian), the header (JSON), then the arrays without gaps, wider dtypes
+first (https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvd_train.protocol import Communicator, Tree
 PIECE_BYTES = 32 << 20
 KINDS = {"bool": "BOOL", "bfloat16": "BF16"}  # others: I64, U8, F32, ...
 COLUMNS = 32
-CACHED_BYTES = 1 << 20  # what a core's own cache holds, so that a piece is laid out, hashed and written there
+CACHED_BYTES = 1 << 20  # fits a core's cache, so that a piece is copied, hashed and written from there
 
 
 def pack(tree: Mapping[str, np.ndarray]) -> bytes:
@@ -27,7 +27,7 @@ def pack(tree: Mapping[str, np.ndarray]) -> bytes:
 
 
 def packed(tree: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of ``pack`` in pieces of about ``CACHED_BYTES``: no second copy of the tree."""
+    """Yield the bytes of ``pack`` in pieces of about ``CACHED_BYTES``, without a second copy of the tree."""
     header, at = {}, 0
     order = sorted(tree, key=lambda key: (-tree[key].dtype.itemsize, key))
     for key in order:
@@ -45,11 +45,11 @@ def packed(tree: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
 
 
 def _laid_out(x: np.ndarray) -> np.ndarray:
-    """Return ``x``, or a copy that is contiguous."""
+    """Return ``x``, or a contiguous copy."""
     if x.flags.c_contiguous:
         return x
-    # In narrow columns: those of a transposed array lie a power of two apart, and so share few places of a cache. Three
-    # times as fast for 4096 x 4096.
+    # In narrow column blocks, because the elements of a transposed array are a power of two apart and collide in few
+    # cache sets. Three times as fast for 4096 x 4096.
     copy = np.empty(x.shape, x.dtype)
     for first in range(0, x.shape[-1], COLUMNS):
         copy[..., first : first + COLUMNS] = x[..., first : first + COLUMNS]
@@ -57,17 +57,17 @@ def _laid_out(x: np.ndarray) -> np.ndarray:
 
 
 def unpack(data: bytes) -> Tree:
-    """Return the tree; raise safetensors.SafetensorError for bytes that ``pack`` did not make."""
+    """Return the tree. Raises safetensors.SafetensorError for bytes that ``pack`` did not write."""
     from safetensors import deserialize
 
     return {name: _typed(np.frombuffer(x["data"], np.uint8), name, x) for name, x in deserialize(data)}
 
 
 def read(path: Path) -> tuple[dict[str, str], Tree]:
-    """Return a file's own words about it and its arrays; raise SafetensorError, or ValueError for types of 8 bits."""
+    """Return a file's metadata and its arrays. Raises SafetensorError, or ValueError for 8-bit dtypes."""
     from safetensors import safe_open
 
-    with safe_open(path, "numpy") as file:  # refuses what is damaged
+    with safe_open(path, "numpy") as file:  # raises for a damaged file
         about = file.metadata() or {}
     memory = np.memmap(path, np.uint8, "r")
     begin = 8 + struct.unpack("<Q", memory[:8].tobytes())[0]
@@ -78,7 +78,7 @@ def read(path: Path) -> tuple[dict[str, str], Tree]:
 
 
 def _typed(memory: np.ndarray, name: str, entry: Mapping) -> np.ndarray:
-    """Return bytes as the array that a header's entry describes; bfloat16, which NumPy lacks, as float32."""
+    """Return the array that a header's entry describes; bfloat16, which NumPy lacks, becomes float32."""
     kind = entry["dtype"]
     if kind == "BF16":
         return from_bfloat16(memory).reshape(entry["shape"])
@@ -89,14 +89,14 @@ def _typed(memory: np.ndarray, name: str, entry: Mapping) -> np.ndarray:
 
 
 def from_bfloat16(memory: np.ndarray) -> np.ndarray:
-    """Return bfloat16 as float32, of which it is the upper half."""
+    """Return bfloat16 as float32, of which it is the upper 16 bits."""
     return (memory.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
 def broadcast(communicator: Communicator, tree: Mapping[str, np.ndarray]) -> Iterator[Tree]:
-    """Yield rank 0's tree on all ranks, in pieces of ``PIECE_BYTES`` or one array.
+    """Yield rank 0's tree on all ranks, in parts of ``PIECE_BYTES`` or one array.
 
-    So much a rank must hold besides its model.
+    A rank needs only that much memory besides its model.
     """
     pieces: list[list[str]] = []
     room = 0
@@ -113,7 +113,7 @@ def broadcast(communicator: Communicator, tree: Mapping[str, np.ndarray]) -> Ite
 
 
 def weights_sha256(tree: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 over name, type, shape and bytes of weights and running statistics, in name order."""
+    """Return the SHA-256 of names, dtypes, shapes and bytes of weights and running statistics, in name order."""
     total = hashlib.sha256()
     for key, array in sorted(tree.items()):
         total.update(f"{key} {array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())

@@ -1,4 +1,4 @@
-"""Which values of evaluations may be compared: those of one loss or metric on the same samples, read alike."""
+"""Which evaluation values are comparable: the same loss or metric on the same samples, read in the same way."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PARTS = {"train": "training", "val": "validation"}
 
 @dataclass(frozen=True)
 class Measure:
-    """What the values of a run's evaluations are of.
+    """What a run's evaluation values depend on.
 
-    ``task``: its section; ``data``: size and fingerprint of each part; ``reading``: of each part, what fingerprints do
-    not tell.
+    ``task``: its configuration section. ``data``: size and fingerprint of each split. ``reading``: for each split, what
+    the fingerprint does not cover.
     """
 
     task: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Measure:
 
 
 def reading(config: Config, data: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Return, of each part of the data, what its values depend on besides the task and the samples that lie there."""
+    """Return for each split what evaluation values depend on besides the task and the stored samples."""
     lengths = config.data.lengths
     cut = [lengths.max_length, lengths.truncate] if lengths else None
     transforms = [one.model_dump(mode="json") for one in config.data.transforms]
@@ -57,13 +57,13 @@ def reading(config: Config, data: Mapping[str, Any], ranks: int) -> dict[str, An
         evaluated = evaluated if evaluated < data["val"]["samples"] else None  # all of them
     return {
         "train": [cut, transforms, config.data.sampling],
-        # Of the transforms, all others are of training alone.
+        # All other transforms apply only to training.
         "val": [cut, [one for one in transforms if one["name"] == "normalize"], evaluated],
     }
 
 
 def _metrics(task: Mapping[str, Any]) -> dict[str, str]:
-    """Return {name in the log: the metric}, of those that the task lists."""
+    """Return {name in the log: metric} for the task's metrics."""
     listed = task.get("metrics") or {}
     listed = {"": listed} if isinstance(listed, list) else listed
     return {title_of(output, metric): metric for output, metrics in listed.items() for metric in metrics}

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: every field typed and bounded, and a SHA-256 over all of them.
 
-The digest is there so that no flipped bit goes unseen. Another format number is refused.
+The digest detects flipped bits. Other format numbers are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FileName = Annotated[str, Field(pattern=r"^(weights|optimizer|rank-[0-9]{1,6})\.
 
 @dataclass
 class Progress:
-    """The progress of a training; saved with every checkpoint, equal on all ranks."""
+    """The progress of a training, saved with every checkpoint and equal on all ranks."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -42,22 +42,22 @@ class Progress:
     consumed: Count = 0  # samples of this epoch already used
     seen: Count = 0  # samples used in all epochs
     epoch_sums: Annotated[list[float], Field(max_length=1 << 20)] = field(default_factory=list)  # of this epoch so far
-    train: dict[Text, float] = field(default_factory=dict)  # newest epoch
-    val: dict[Text, float] = field(default_factory=dict)  # newest evaluation
+    train: dict[Text, float] = field(default_factory=dict)  # values of the newest epoch
+    val: dict[Text, float] = field(default_factory=dict)  # values of the newest evaluation
     best: float | None = None  # early stopping
     waited: Count = 0
     stopped: bool = False
     loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    good_steps: Count = 0  # since the loss scale changed
+    good_steps: Count = 0  # steps since the loss scale changed
     skipped: Count = 0  # steps whose 16-bit gradients overflowed
     pending: Annotated[list[Annotated[list[float], Field(max_length=1 << 20)]], Field(max_length=MAX_RANKS)] = field(
         default_factory=list
-    )  # of each rank, its sums since the last line of the log
-    ending: bool = False  # the steps of this epoch are done, its evaluation is not
-    rate_factor: Annotated[float, Field(ge=0, le=1)] = 1.0  # what plateaus have made of the learning rate
+    )  # each rank's sums since the last line of the log
+    ending: bool = False  # the steps of this epoch are done, but not its evaluation
+    rate_factor: Annotated[float, Field(ge=0, le=1)] = 1.0  # factor on the learning rate after plateaus
     plateau_best: float | None = None
-    plateau_waited: Annotated[int, Field(ge=-(1 << 53), le=1 << 53)] = 0  # below 0: of the cooldown
-    # Length of the warm-up as the run began, where it is given in epochs and all else in steps, or the reverse.
+    plateau_waited: Annotated[int, Field(ge=-(1 << 53), le=1 << 53)] = 0  # below 0: within the cooldown
+    # Length of the warm-up when the run began, if it is given in epochs and the rest in steps, or vice versa.
     warmup: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     phase: Count = 0  # the epoch since which the same weights are trained (optim.groups)
 
@@ -91,7 +91,7 @@ class ArrayField(_Part):
 
 
 class SampleFields(_Part):
-    """The fields of a sample as protocol.Sample has them."""
+    """The fields of protocol.Sample."""
 
     inputs: dict[Text, ArrayField]
     labels: dict[Text, ArrayField]
@@ -131,20 +131,20 @@ class Manifest(_Part):
 
 
 def encode(fields: dict[str, Any]) -> bytes:
-    """Return the bytes of a manifest with these fields; ``format`` and ``sha256`` are set here."""
+    """Encode these fields as a manifest, adding ``format`` and ``sha256``."""
     whole = {**fields, "format": FORMAT}
-    # The digest is of what a reader gets: JSON makes lists of tuples.
+    # Digest the fields as they are read back, because JSON turns tuples into lists.
     return json.dumps({**whole, "sha256": _digest(json.loads(json.dumps(whole)))}, sort_keys=True, indent=1).encode()
 
 
 def _digest(raw: dict[str, Any]) -> str:
-    """Return the digest of what the JSON says: spaces and the order of keys do not count."""
+    """Return the digest of the JSON's content, independent of whitespace and key order."""
     fields = {name: value for name, value in raw.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, and refuse two equal keys, of which Python would take the last one."""
+    """Build a JSON object. Duplicate keys, of which Python would keep the last, are an error."""
     unique = dict(pairs)
     if len(unique) < len(pairs):
         raise _TwiceError(Counter(name for name, _ in pairs).most_common(1)[0][0][:60])
@@ -163,13 +163,13 @@ def sample_of(meta: Mapping[str, Any]) -> Sample:
 
 
 def _field(saved: Mapping[str, Any]) -> protocol.Field:
-    # JSON has lists where a field has tuples.
+    # JSON has lists for the fields' tuples.
     values: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in saved.items()}
     return protocol.Field(**values)
 
 
 def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
-    """Return (the manifest of the checkpoint ``path``, its ``meta`` as it was saved); raise CheckpointError."""
+    """Return (manifest of the checkpoint ``path``, its ``meta`` as saved). Raises CheckpointError."""
     file = path / MANIFEST
     try:
         if path.is_symlink() or file.is_symlink():
@@ -197,14 +197,14 @@ def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
 
 
 def _check(path: Path, manifest: Manifest, raw: dict[str, Any]) -> None:
-    """Check the rules that hold between fields."""
+    """Check that the fields are consistent with each other."""
     name, file = NAME.match(path.name), path / MANIFEST
     if name and int(name.group(1)) != manifest.step:
         raise _damaged(file, f"it is of step {manifest.step}")
     for needed in ("weights.safetensors", "optimizer.safetensors"):
         if needed not in manifest.files:
             raise _damaged(file, "files", f"no {needed}")
-    kept = sorted(int(n[5:].split(".")[0]) for n in manifest.files if n.startswith("rank-"))  # of all ranks, or of none
+    kept = sorted(int(n[5:].split(".")[0]) for n in manifest.files if n.startswith("rank-"))  # all ranks, or none
     if kept and kept != list(range(manifest.ranks)):
         raise _damaged(file, "files", f"of {manifest.ranks} ranks: {', '.join(map(str, kept))}")
     if manifest.sha256 != _digest(raw):

@@ -1,4 +1,4 @@
-"""The rules of resuming: what may differ from the checkpoint, and what follows. ``RULES`` is the table of them."""
+"""The rules of resuming: what may differ from the checkpoint, and the consequences (table ``RULES``)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from hvd_train.protocol import EXCHANGE_PREFIX, IN_FLIGHT, Sample, Source, Tree
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts of a run that decide how a training goes on from its checkpoint."""
+    """The facts of a run that decide how training resumes from its checkpoint."""
 
     framework: str
     compression: str
-    mode: str  # of the exchange
+    mode: str  # exchange.mode
     precision: str
     task: dict[str, Any]
-    early_stopping: str  # its monitor and mode, in words
-    plateau: str  # the same of optim.plateau
+    early_stopping: str  # its monitor and mode, as text
+    plateau: str  # the same for optim.plateau
     patience: int
     data: dict[str, dict[str, Any]]  # see data_facts
     ranks: int
-    stages: str = "1"  # blocks of each, as "3 + 2"
-    axes: str | None = None  # in which residuals lie; None: there is none
-    devices: str = "1"  # blocks of each device of a rank, where a compressor's buckets depend on them
-    order: str = ""  # what the order of samples depends on
+    stages: str = "1"  # blocks of each stage, as "3 + 2"
+    axes: str | None = None  # axis order of residuals; None: there are no residuals
+    devices: str = "1"  # blocks of each device of a rank, if a compressor's buckets depend on them
+    order: str = ""  # the settings that determine the order of samples
     reading: dict[str, Any] = field(default_factory=dict)  # see comparable.reading
     best: str = "none"  # the monitor of checkpoint.save_top_k
     global_batch: int = 0
@@ -79,9 +79,9 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Resumption:
-    """A training that goes on: the checkpoint's ``progress``, which rules change, and the facts before and now.
+    """The state of resuming: the checkpoint's ``progress``, which rules change, and the facts before and now.
 
-    ``sums``: how many numbers the task adds up; ``loss_scale``: that of a new run.
+    ``sums``: number of sums of the task. ``loss_scale``: initial value in a new run.
     """
 
     progress: Progress
@@ -91,12 +91,12 @@ class Resumption:
     loss_scale: float
 
 
-# ---- what follows of a change: each changes the progress, and gives a line for the user or ""
+# ---- consequences of changes: each updates the progress, and returns a line for the user or ""
 
 
 def _renew_loss_scale(r: Resumption) -> str:
     before, now, progress = r.before.precision, r.now.precision, r.progress
-    if before == now == "16-mixed":  # the scale that the run has found goes on
+    if before == now == "16-mixed":  # keep the scale that the run has found
         return ""
     note = ""
     if now == "16-mixed" or progress.loss_scale != r.loss_scale:
@@ -122,13 +122,13 @@ def _forget_plateau(r: Resumption) -> str:
     progress.plateau_best, progress.plateau_waited = None, 0
     if now != "none" or progress.rate_factor == 1:
         return ""
-    # Without a rule nothing would ever tell why the rate is lower than the schedule's.
+    # Otherwise nothing would explain why the rate is lower than the schedule's.
     progress.rate_factor = 1.0
     return "optim.plateau: none any more; the learning rate is the schedule's again"
 
 
-def _compare_anew(r: Resumption) -> str:
-    """Forget what was best of values that now are of another loss or of other data: they are not comparable."""
+def _reset_incomparable(r: Resumption) -> str:
+    """Reset best values if the loss or the data changed, because they are not comparable."""
     before, now, p = r.before, r.now, r.progress
 
     def reason(rule: str) -> str:
@@ -142,7 +142,7 @@ def _compare_anew(r: Resumption) -> str:
     if (why := reason(now.plateau)) and (p.plateau_best is not None or p.plateau_waited):
         forgets["optim.plateau"] = why
         p.plateau_best, p.plateau_waited = None, 0
-    if why := reason(now.best):  # store compares checkpoints in the same way
+    if why := reason(now.best):  # store.py compares checkpoints in the same way
         forgets["checkpoint.save_top_k"] = why
     if not forgets:
         return ""
@@ -152,16 +152,17 @@ def _compare_anew(r: Resumption) -> str:
 
 def _wait_longer(r: Resumption) -> str:
     before, now, progress = r.before.patience, r.now.patience, r.progress
-    # Early stopping has ended the run (another reason leaves less waited), and the new patience is not used up.
+    # Early stopping has ended the run (after another reason ``waited`` is less), and the new patience is not used up.
     if not progress.stopped or not 0 < before <= progress.waited < now:
         return ""
     progress.stopped = False
     return f"early stopping: patience {before} -> {now}, of which {progress.waited} are used"
 
 
-def _begin_epoch_anew(r: Resumption) -> str:
+def _restart_epoch(r: Resumption) -> str:
     progress, others = r.progress, r.before.data["train"] != r.now.data["train"]
-    # In another order, samples of the rest were used already. Of an epoch whose steps are done there is no rest.
+    # In another order, some of the remaining samples were already used. An epoch whose steps are done has no remaining
+    # ones.
     reordered = r.before.order != r.now.order and not progress.ending
     if not progress.consumed or not (others or reordered):
         return ""
@@ -172,7 +173,7 @@ def _begin_epoch_anew(r: Resumption) -> str:
 
 
 def _drop_sums(r: Resumption) -> str:
-    """Drop sums of another task, or of other classes: their entries mean other things."""
+    """Drop sums of another task or other classes, whose entries have another meaning."""
     same = r.before.task == r.now.task
     if not same or len(r.progress.epoch_sums) != r.sums:
         r.progress.epoch_sums = []
@@ -181,8 +182,8 @@ def _drop_sums(r: Resumption) -> str:
     return ""
 
 
-def _tell_batch(r: Resumption) -> str:
-    """Tell that the global batch is another one, because ``batch_size`` is per rank and the number of ranks differs."""
+def _report_batch(r: Resumption) -> str:
+    """Report a changed global batch: ``batch_size`` is per rank, and the number of ranks differs."""
     before, now = r.before, r.now
     if before.global_batch == now.global_batch or (before.ranks, before.stages) == (now.ranks, now.stages):
         return ""
@@ -194,7 +195,7 @@ def _tell_batch(r: Resumption) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table. ``allowed``: what the user must give; ``follows``: what the training then does otherwise."""
+    """A row of the table. ``allowed``: what the user must give. ``follows``: the consequence."""
 
     change: str
     allowed: str
@@ -210,12 +211,12 @@ RULES = (
     Rule("optim.plateau", "--allow-change optim.plateau", "a monitor or mode begins anew", _forget_plateau),
     Rule("ema", "--allow-change ema", "a mean begins at the weights; without one, training goes on with its own"),
     Rule("swa", "--allow-change swa", "a mean of other epochs begins anew; without one, training goes on with its own"),
-    Rule("the loss, or data of a monitor", "--allow-change KEY", "the best value does not count", _compare_anew),
+    Rule("the loss, or data of a monitor", "--allow-change KEY", "the best value does not count", _reset_incomparable),
     Rule("early_stopping: a longer patience", "nothing", "a run that it ended goes on", _wait_longer),
-    Rule("training data, or their order", "--allow-change KEY", "a begun epoch begins anew", _begin_epoch_anew),
+    Rule("training data, or their order", "--allow-change KEY", "a begun epoch begins anew", _restart_epoch),
     Rule("task", "--allow-change task", "sums of the begun epoch are dropped", _drop_sums),
     Rule("ranks, pipeline stages, devices of a rank", "nothing", "what each rank kept to itself is left behind"),
-    Rule("ranks, with batch_size", "nothing", "the global batch is another one", _tell_batch),
+    Rule("ranks, with batch_size", "nothing", "the global batch is another one", _report_batch),
     Rule("framework, exchange", "--allow-change KEY", "what each rank kept to itself is left behind"),
     Rule("a GPU or a CPU, with a compression", "nothing", "residuals of images' models are left behind"),
     Rule("names of classes", "--allow-change data.classes", "nothing"),
@@ -226,15 +227,16 @@ RULES = (
 
 
 def carry_over(resumption: Resumption) -> list[str]:
-    """Change the progress by all rules; return what of it does not count any more, a line each."""
+    """Apply all rules to the progress. Returns a line for each part that no longer counts."""
     notes = [rule.apply(resumption) for rule in RULES if rule.apply]
     return [note for note in notes if note]
 
 
 def why_left_behind(before: RunFacts, now: RunFacts, same_shapes: bool) -> str:
-    """Return why residuals and other state of each rank cannot go on; empty if it can.
+    """Return why residuals and other per-rank state cannot be restored, "" if they can.
 
-    It belongs to its rank, to the axis order of its framework and device and to its compressor; else all begin at zero.
+    That state is valid only for its rank, compressor, framework and device (axis order). Otherwise all ranks reset it
+    to zero.
     """
     names = ("ranks", "stages", "devices", "framework", "compression", "mode", "axes")
     pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
@@ -242,13 +244,13 @@ def why_left_behind(before: RunFacts, now: RunFacts, same_shapes: bool) -> str:
     return ", ".join(changes) or ("" if same_shapes else "their shapes are others")
 
 
-# ---- what is refused
+# ---- refused changes
 
 NEW_RUN = "begin a new run with --run-dir, whose model.init_from takes the weights that fit"
 
 
 def check_config(before: Config, config: Config, allow_change: Sequence[str]) -> None:
-    """Refuse a configuration that is not the checkpoint's, except the keys that ``allow_change`` names."""
+    """Raise ConfigError if the configuration differs from the checkpoint's in keys other than ``allow_change``."""
     users = next((c.optim.name for c in (before, config) if c.optim.is_users), "")
     if users and before.framework != config.framework and "framework" in allow_change:
         what = f"the slots of an optimizer of yours do not go from {before.framework} to {config.framework}"
@@ -260,19 +262,19 @@ def check_config(before: Config, config: Config, allow_change: Sequence[str]) ->
         kept = next((a for key, a, _ in rows if key == "data.classes" and isinstance(a, list)), None)
         undo = f"keep its classes with --set data.classes={json.dumps(kept)!r}" if kept else "undo it"
         fix = f"{undo}, or give {keys}"
-        if any(key.startswith("model.") for key, _, _ in rows):  # with other shapes no checkpoint fits
+        if any(key.startswith("model.") for key, _, _ in rows):  # with other shapes the checkpoint cannot be loaded
             fix = f"{fix}; for another network {NEW_RUN}"
         raise ConfigError(f"the configuration changed since the checkpoint ({listed})", fix=fix)
 
 
 def _allowed(key: str, allow_change: Sequence[str]) -> bool:
-    if key.startswith("data.classes"):  # other data are no reason to number classes anew
+    if key.startswith("data.classes"):  # other data must not renumber classes
         return "data.classes" in allow_change
     return any(key == allowed or key.startswith(allowed + ".") for allowed in allow_change)
 
 
 def check_fields(snapshot: Snapshot, sample: Sample, allowed: bool) -> None:
-    """Refuse columns in another order, and inputs of another scale: weights know them by place and size alone."""
+    """Refuse reordered columns and rescaled inputs, which the weights cannot tell apart."""
     run = sample_of(snapshot.meta)
     for kind, before, now in (("inputs", run.inputs, sample.inputs), ("labels", run.labels, sample.labels)):
         for name, old in before.items():
@@ -297,7 +299,7 @@ def check_fields(snapshot: Snapshot, sample: Sample, allowed: bool) -> None:
 
 
 def check_data(snapshot: Snapshot, facts: dict[str, dict[str, Any]]) -> None:
-    """Refuse training and validation data with other samples than the checkpoint's."""
+    """Refuse training or validation data that differ from the checkpoint's."""
     rows = changed_parts(snapshot.meta["data"], facts)
     if rows:
         what = f"the data changed since the checkpoint ({'; '.join(rows)})"
@@ -306,7 +308,7 @@ def check_data(snapshot: Snapshot, facts: dict[str, dict[str, Any]]) -> None:
 
 
 def check_vocabulary(saved: str, learned: str, file: Path, checkpoint: Path) -> None:
-    """Refuse a vocabulary that gives words other numbers than the run's; ``saved``: the run's in ``file``, if any."""
+    """Refuse a vocabulary with other token ids than the run's. ``saved``: the run's in ``file``, if any."""
     if saved and json.loads(saved) != json.loads(learned):
         what = "the vocabulary that was learned from the text is another one than at the checkpoint"
         fix = f"keep to the run's: --set data.vocabulary={file.resolve()} --allow-change data"
@@ -314,10 +316,10 @@ def check_vocabulary(saved: str, learned: str, file: Path, checkpoint: Path) -> 
 
 
 def check_tree(expected: Tree, saved: Tree) -> None:
-    """Refuse a checkpoint that does not fit the model, tensor by tensor, with a table of what differs."""
+    """Refuse a checkpoint whose tensors differ from the model's, with a table of differences."""
     rows = []
     for key in sorted(expected.keys() | saved.keys()):
-        if key.startswith(EXCHANGE_PREFIX):  # its tensors are those of weights
+        if key.startswith(EXCHANGE_PREFIX):  # its tensors are named after weights
             continue
         if key not in saved:
             rows.append(f"  {key}: not in the checkpoint")
@@ -332,9 +334,9 @@ def check_tree(expected: Tree, saved: Tree) -> None:
 
 
 def fitting(expected: Tree, saved: Tree) -> Tree:
-    """Return what of a checkpoint a training takes; raise CheckpointError where it does not fit the model.
+    """Return the tensors of a checkpoint to restore. Raises CheckpointError if they do not fit the model.
 
-    What was under way is left behind where the update of now keeps other things under way, or nothing.
+    Exchanges in flight are dropped if this run's update keeps different ones or none.
     """
     trees = [{key: x.shape for key, x in tree.items() if key.startswith(IN_FLIGHT)} for tree in (expected, saved)]
     if trees[0] != trees[1]:
@@ -349,14 +351,14 @@ def fitting(expected: Tree, saved: Tree) -> Tree:
 
 
 def data_facts(train: Source, val: Source) -> dict[str, dict[str, Any]]:
-    """Return the size and fingerprint of each part of the data, which a resumed run compares."""
+    """Return the size and fingerprint of each split, which a resumed run compares."""
     parts = {"train": train, "val": val}
     short = {name: hashlib.sha256(str(part.fingerprint).encode()).hexdigest()[:16] for name, part in parts.items()}
     return {name: {"samples": len(part), "fingerprint": short[name]} for name, part in parts.items()}
 
 
 def changed_parts(before: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """List the parts of the data that differ from the checkpoint's, as "training: 88 samples -> 120"."""
+    """List the splits that differ from the checkpoint's, as "training: 88 samples -> 120"."""
     rows = []
     for part, name in PARTS.items():
         if before[part] != now[part]:

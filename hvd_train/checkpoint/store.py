@@ -1,9 +1,9 @@
 """Checkpoints: folders of safetensors files and a JSON manifest, committed by rename; nothing is ever unpickled.
 
 Commit: write ``step-N.tmp-XXXX/``, fsync each file, write the manifest (size and SHA-256 of each) last, fsync, rename
-to ``step-N``, fsync the parent; only then remove old ones. A step that is saved again first moves the old folder to
-``step-N.was-XXXX``, which counts as ``step-N`` until there is one. So at every instant after the first commit a valid
-one exists.
+to ``step-N``, fsync the parent; only then remove old ones. Saving a step again first moves the old folder to
+``step-N.was-XXXX``, which counts as ``step-N`` until that exists. So after the first commit there is always a valid
+checkpoint.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ STALE = re.compile(r"step-[0-9]+\.(tmp|old)-[0-9a-f]+$")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The whole state of a training at a step.
+    """The complete state of a training at a step.
 
-    ``model``: weights and running statistics by canonical names (protocol.Model.state); ``optimizer``: the update's
-    replicated and joined entries; ``local``: what each rank has of its own; ``meta``: JSON.
+    ``model``: weights and running statistics by canonical names (protocol.Model.state). ``optimizer``: the update's
+    replicated and sharded entries. ``local``: each rank's own state. ``meta``: JSON.
     """
 
     step: int
@@ -62,7 +62,7 @@ class Snapshot:
         return self.model | self.optimizer
 
     def config(self) -> Config:
-        """Return the configuration of the training that saved it."""
+        """Return the configuration of the training that saved this state."""
         return _config(self.meta, self.path)
 
     @property
@@ -75,7 +75,7 @@ class Snapshot:
 
 
 def preflight(folder: Path, needed: int) -> None:
-    """Check at the start, not after the first epoch, that checkpoints of ``needed`` bytes can be written."""
+    """Check before training that checkpoints of ``needed`` bytes can be written."""
     probe = folder / f"step-0.tmp-{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def place(folder: Path, step: int) -> Path:
 def save(folder: Path, snapshot: Snapshot, moved: Callable[[], None] = lambda: None) -> Path:
     """Commit ``folder/step-N``; replace one of the same step. Older ones are not touched.
 
-    ``moved()`` is called whenever some of it is written.
+    ``moved()`` is called after each write.
     """
     final = place(folder, snapshot.step)
     try:
@@ -109,7 +109,7 @@ def save(folder: Path, snapshot: Snapshot, moved: Callable[[], None] = lambda: N
 
 
 def _once_more(work: Callable[[], T]) -> T:
-    """Try once more after an I/O error that may be transient, which must not end a run."""
+    """Retry once after an I/O error that may be transient."""
     try:
         return work()
     except OSError as error:
@@ -126,7 +126,7 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
     temporary = folder / f"{final.name}.tmp-{secrets.token_hex(4)}"
     try:
         temporary.mkdir(parents=True)
-        # Weights are nobody else's, unless the umask says that a group works on the same files.
+        # Weights are private, unless the umask allows the group to write.
         temporary.chmod(SHARED_MODE if temporary.stat().st_mode & 0o020 else 0o700)
         entries: dict[str, dict[str, Any]] = {}
         for part, tree in parts.items():
@@ -147,7 +147,7 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
         write(temporary / MANIFEST, [encode(manifest)])
         # Before the rename: after a power cut a folder of a valid name must not lack its files.
         sync(temporary)
-        # An older one of this step keeps a valid name until the new one has its own.
+        # An older checkpoint of this step keeps a valid name until the new one is renamed.
         before = [final] if final.exists() else []
         if before:
             before = [final.with_name(f"{final.name}.was-{secrets.token_hex(4)}")]
@@ -155,7 +155,7 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
         faults.at("rename")
         os.rename(temporary, final)
         faults.at("commit")
-        # The old one goes when the rename is on the disk, not before.
+        # Remove the old one only after the rename is on the disk.
         sync(folder)
         for path in before:
             with suppress(OSError):  # ``prune`` tries again
@@ -169,7 +169,7 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
 def _noted(
     pieces: Iterable[bytes | memoryview], entry: dict[str, Any], moved: Callable[[], None]
 ) -> Iterator[bytes | memoryview]:
-    """Yield the same pieces; in the end ``entry`` has their length and hash."""
+    """Yield the pieces unchanged, and store their total length and hash in ``entry``."""
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
@@ -188,9 +188,9 @@ def _remove(path: Path) -> None:
 
 
 def load(path: Path, model_only: bool = False) -> Snapshot:
-    """Read and verify a checkpoint: size and SHA-256 of every file before a byte of it is used.
+    """Read a checkpoint. The size and SHA-256 of each file are verified before its content is used.
 
-    ``model_only``: the files of optimizer and ranks are verified, too, and take no memory.
+    ``model_only``: the files of the optimizer and of ranks are verified, but not kept in memory.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -209,13 +209,13 @@ def load(path: Path, model_only: bool = False) -> Snapshot:
             else:
                 with files.opened(file, entry.bytes) as stream:
                     digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            # Before the bytes are parsed: no parser sees what nobody wrote.
+            # Verify before parsing: no parser sees damaged data.
             if digest != entry.sha256:
                 raise CheckpointError("is damaged (its SHA-256 differs)", where=str(file))
             if needed:
                 trees[name] = unpack(content)
             else:
-                with safe_open(file, "numpy"):  # reads the header: a foreign file may have a valid hash
+                with safe_open(file, "numpy"):  # reads the header: a foreign file's hash may be valid
                     pass
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", where=str(file)) from error
@@ -227,13 +227,13 @@ def load(path: Path, model_only: bool = False) -> Snapshot:
 
 
 def find(folder: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) of committed checkpoints, oldest first; "latest" is computed, never a link."""
+    """Return (step, path) of committed checkpoints, oldest first. "latest" is computed, never a link."""
     try:
         paths = _once_more(lambda: sorted(folder.iterdir()) if folder.is_dir() else [])
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(folder)) from error
     checkpoints: dict[int, Path] = {}
-    for path in paths:  # step-N comes before step-N.was-XXXX
+    for path in paths:  # prefer step-N to step-N.was-XXXX
         match = NAME.match(path.name)
         if match:
             checkpoints.setdefault(int(match.group(1)), path)
@@ -241,16 +241,17 @@ def find(folder: Path) -> list[tuple[int, Path]]:
 
 
 def leave(folder: Path, step: int) -> Path | None:
-    """Move checkpoints of later steps into ``left-XXXX``, for a run that goes on from ``step``; None: there are none.
+    """Move checkpoints of later steps into ``left-XXXX``, for a run that resumes from ``step``. Returns None if there
+    are none.
 
-    They are not of that run, and would count as its newest, which stay.
+    They belong to another run, but would count as this run's newest.
     """
     later = [path for path in folder.iterdir() if (name := NAME.match(path.name)) and int(name.group(1)) > step]
     if not later:
         return None
     left = folder / f"left-{secrets.token_hex(4)}"
     left.mkdir()
-    for path in sorted(later, reverse=True):  # the newest first: what a kill leaves is older
+    for path in sorted(later, reverse=True):  # newest first, so that a kill in between leaves only older ones
         os.rename(path, left / path.name)
     sync(folder)
     return left
@@ -259,7 +260,8 @@ def leave(folder: Path, step: int) -> Path | None:
 def newest(
     folder: Path, warn: Callable[[str], None], memory: Path | None = None, model_only: bool = False
 ) -> Snapshot | None:
-    """Read the newest valid one, of ``memory`` too; warn of each damaged one on the way. None: there is none at all.
+    """Read the newest valid checkpoint, including those in ``memory``. Warns of each damaged one. Returns None if there
+    is none.
 
     ``model_only``: as for ``load``.
     """
@@ -276,7 +278,7 @@ def newest(
 
 
 def newest_readable(folder: Path) -> Path:
-    """Return the newest one whose manifest can be read and whose files have its sizes; their content is not read."""
+    """Return the newest checkpoint with a readable manifest and files of the right sizes. Their content is not read."""
     checkpoints = find(folder)
     if not checkpoints:
         raise CheckpointError("there is no checkpoint", where=str(folder))
@@ -285,12 +287,12 @@ def newest_readable(folder: Path) -> Path:
             manifest, _ = read(path)
             if all((path / name).stat().st_size == entry.bytes for name, entry in manifest.files.items()):
                 return path
-    read(checkpoints[-1][1])  # tells what is wrong with the newest
+    read(checkpoints[-1][1])  # raises the error for the newest one
     raise CheckpointError("no checkpoint can be used: files are missing or cut short", where=str(folder))
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """Return the configuration that the checkpoint was trained with, as it was saved; its other files are not read."""
+    """Return the configuration saved in the checkpoint. Other files are not read."""
     return read(path)[1]["config"]
 
 
@@ -305,17 +307,17 @@ def _config(meta: dict[str, Any], path: Path) -> Config:
 
 
 def _no_warning(text: str) -> None:
-    """Warn of nothing: the user has been warned, or the caller looks at all checkpoints again and again."""
+    """Ignore warnings: the user has been warned, or the caller polls all checkpoints."""
 
 
 def _ranked(
     folder: Path, monitor: str, mode: str, warn: Callable[[str], None] = _no_warning, strict: bool = False
 ) -> list[tuple[float, int, Path]]:
-    """Return (monitored value, best smallest; step; path) of the checkpoints that have one, best first.
+    """Return (monitored value, negated if larger is better; step; path) of checkpoints with a value, best first.
 
-    Only values of what the newest one's is of are compared: after a change of the data or of the loss others do not
-    count. ``warn``: of each checkpoint whose manifest is damaged, and which may have been the best. ``strict``: raise
-    for one whose manifest cannot be read now, though it may be whole.
+    Only values that are comparable with the newest one's count: same loss and data. ``warn`` is called for each damaged
+    manifest, whose checkpoint may have been the best. ``strict``: raise for a manifest that cannot be read now, but may
+    be intact.
     """
     sign, rows, now = (1 if mode == "min" else -1), [], None
     for step, path in reversed(find(folder)):
@@ -336,12 +338,12 @@ def _ranked(
 
 
 def best(folder: Path, monitor: str, mode: str) -> str:
-    """Describe the best checkpoint: its value, its epoch and its name; empty where none has the ``monitor``."""
+    """Return the value, epoch and name of the best checkpoint; {} if none has the ``monitor``."""
     ranked = _ranked(folder, monitor, mode)
     if not ranked:
         return ""
     manifest, meta = read(ranked[0][2])
-    epoch = manifest.epoch + (manifest.consumed > 0)  # one within an epoch: the epoch that had begun
+    epoch = manifest.epoch + (manifest.consumed > 0)  # a checkpoint within an epoch belongs to that epoch
     return f"{monitor} {meta['monitor'][monitor]:.4f} in epoch {epoch}, checkpoint {ranked[0][2].name}"
 
 
@@ -354,9 +356,9 @@ def prune(
     mode: str,
     warn: Callable[[str], None] = _no_warning,
 ) -> None:
-    """Keep the k best and the newest two, in case the newest is damaged; remove what a killed run left.
+    """Keep the k best and the newest two (in case one is damaged); remove others and leftovers of killed runs.
 
-    Without ``save_last`` the k best alone are kept, but never none. What cannot be removed stays, with a warning: the
+    Without ``save_last`` only the k best are kept, at least one. What cannot be removed stays with a warning, and the
     next call tries again.
     """
     try:
@@ -369,7 +371,7 @@ def prune(
 def _prune(folder: Path, save_top_k: int, save_last: bool, monitor: str, mode: str) -> None:
     for path in folder.iterdir():
         name = NAME.match(path.name)
-        if STALE.match(path.name):  # never committed, or half removed
+        if STALE.match(path.name):  # never committed, or partly removed
             shutil.rmtree(path, ignore_errors=True)
         elif name and name.group(2):  # a save of the same step was killed between its two renames
             final = path.with_name(path.name.removesuffix(name.group(2)))
@@ -383,7 +385,7 @@ def _prune(folder: Path, save_top_k: int, save_last: bool, monitor: str, mode: s
 
 
 def choose(run_dir: Path, which: str, monitor: str, mode: str, warn: Callable[[str], None] = _no_warning) -> Snapshot:
-    """Read and verify the model that --checkpoint names: the newest whole one, the best by ``monitor``, or a path."""
+    """Read and verify the model for --checkpoint: the newest intact one, the best by ``monitor``, or a path."""
     if which != "last":
         return load(resolve(run_dir, which, monitor, mode, warn), model_only=True)
     snapshot = newest(run_dir / "checkpoints", warn, model_only=True)
@@ -403,7 +405,8 @@ def resolve(
     mode: str = "min",
     warn: Callable[[str], None] = _no_warning,
 ) -> Path:
-    """Return a checkpoint's path. ``which``: ``best``, ``last``, its name, its path, its run's or ``checkpoints``."""
+    """Return a checkpoint's path. ``which``: ``best``, ``last``, a name, or the path of it, of its run or of
+    ``checkpoints``."""
     folder = run_dir / "checkpoints"
     if which == "best":
         ranked = _ranked(folder, monitor, mode, warn)

@@ -1,4 +1,4 @@
-"""The thread of rank 0 that writes a checkpoint while training goes on."""
+"""The thread of rank 0 that writes a checkpoint during training."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hvd_train.errors import CheckpointError, TrainError
 from hvd_train.files import Patience
 from hvd_train.protocol import Tree
 
-NOT_KEPT = "not kept"  # what was written was not among those that stay, and is gone again
-WRITER_NICENESS = 10  # a tenth of what a step gets, where a core has both
+NOT_KEPT = "not kept"  # the written checkpoint was not among those to keep, and was removed
+WRITER_NICENESS = 10  # a tenth of the training's share of a core that both use
 
 
 class Writer:
-    """Writes a checkpoint on rank 0 while training goes on; on other ranks it knows which. Never two at once.
+    """Writes one checkpoint at a time on rank 0 during training. Other ranks only know its path.
 
-    ``path``: what is being written, None: nothing; ``longest``: seconds that a write has taken, on rank 0; ``limit``:
-    seconds after which one that has not ``moved`` is given up (0: never), for a server of files may be gone."""
+    ``path``: the checkpoint being written, or None. ``longest``: seconds of the slowest write, on rank 0. ``limit``:
+    seconds without progress (``moved``) until a write is given up, as when a file server is gone (0: never)."""
 
     def __init__(self, limit: float = 0.0) -> None:
         self.path: Path | None = None
@@ -33,11 +33,11 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._kept: bool | None = None
-        self.warned = False  # that snapshots are left out
-        self.tree: Tree | None = None  # of the last save: the first writing of new memory costs more than the copying
+        self.warned = False  # whether the user was told that snapshots are skipped
+        self.tree: Tree | None = None  # of the last save, reused: page faults of new memory cost more than the copy
 
     def begin(self, path: Path, work: Callable[[], bool | None] | None) -> None:
-        """Begin a write; ``work``: done by rank 0 in a thread, returns False where ``path`` was not kept."""
+        """Begin a write. ``work`` runs in a thread on rank 0, and returns False if ``path`` was not kept."""
         self.path, self._failure, self._kept = path, None, None
         self._patience = Patience(self._limit)
         if work:
@@ -46,7 +46,7 @@ class Writer:
 
     def _write(self, work: Callable[[], bool | None]) -> None:
         began = time.monotonic()
-        with suppress(OSError):  # of this thread alone: it takes what the step leaves of the core
+        with suppress(OSError):  # of this thread only: it uses the core when the step does not
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
         try:
             self._kept = work()
@@ -55,22 +55,22 @@ class Writer:
         self.longest = max(self.longest, time.monotonic() - began)
 
     def moved(self) -> None:
-        """Note that the thread has come further."""
+        """Record that the thread has made progress."""
         self._patience.moved()
 
     def wait(self, seconds: float = math.inf) -> None:
-        """Wait for the end of the write, at most ``seconds``."""
+        """Wait for the write to finish, at most ``seconds``."""
         stop = time.monotonic() + seconds
         while self._thread and self._thread.is_alive() and not self._patience.over() and time.monotonic() < stop:
-            # In short waits: a thread that hangs must be noticed soon after the limit.
+            # In short intervals, to notice a hanging thread soon after the limit.
             self._thread.join(min(1.0, self._limit / 4 or 1.0, seconds))
 
     def outcome(self) -> str | None:
-        """Return rank 0's report for all ranks: None while it writes, "" or NOT_KEPT after that, or the error."""
+        """Return rank 0's status on all ranks: None while it writes, then "" or NOT_KEPT, or the error."""
         if self._thread is None or (self._thread.is_alive() and not self._patience.over()):
             return None
         if self._thread.is_alive():
-            self._thread = None  # nothing ends a thread that waits for a disk; as a daemon it does not hold the process
+            self._thread = None  # it cannot be ended while it waits for a disk; as a daemon it does not block exit
             what = f"the checkpoint cannot be written: nothing has moved for {self._limit:g} s"
             fix = "look for a disk or a server of files that does not answer; watchdog_s sets the limit"
             return packed_error(CheckpointError(what, where=str(self.path), fix=fix))
@@ -80,18 +80,18 @@ class Writer:
         if isinstance(self._failure, OSError):
             what = f"the checkpoint cannot be written: {self._failure.strerror}"
             return packed_error(CheckpointError(what, where=str(self.path)))
-        if self._failure:  # a bug, and no fault of the disk: with its traceback
+        if self._failure:  # a bug, not a disk failure: print its traceback
             raise self._failure
         return NOT_KEPT if self._kept is False else ""
 
 
 def packed_error(error: TrainError) -> str:
-    """Return an error as the text that ``raise_if_failed`` takes."""
+    """Serialize an error for ``raise_if_failed``."""
     return json.dumps([type(error).__name__, error.what, error.where, error.fix])
 
 
 def raise_if_failed(outcome: str) -> None:
-    """Raise the error of rank 0's save, if there is one, the same on all ranks: all go on, or all stop."""
+    """Raise the error of rank 0's save, if any, on all ranks alike."""
     if outcome and outcome != NOT_KEPT:
         kind, what, where, fix = json.loads(outcome)
         raise getattr(errors, kind)(what, where=where, fix=fix, common=True)

@@ -1,4 +1,4 @@
-"""Notice a file server that does not answer while the main thread waits for it: no error can be raised there."""
+"""Detect a file server that does not respond, from a second thread: the waiting main thread cannot raise an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from hvd_train.errors import CheckpointError
 from hvd_train.files import Patience
 
-SHARE = 0.9  # of the limit: whoever watches the ranks says after all of it only that this one stands still
+SHARE = 0.9  # of the limit, after which the watchdog would report only a stuck rank, and not the cause
 
 
 class FileWatch:
@@ -22,13 +22,13 @@ class FileWatch:
     def __init__(self, limit: float = 0.0, end: Callable[[CheckpointError], object] | None = None) -> None:
         self._limit, self._end = SHARE * limit if end else 0.0, end
         self._patience = Patience(self._limit)
-        self._path: Path | None = None  # that is waited for
+        self._path: Path | None = None  # the path being accessed
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def at(self, path: Path) -> Iterator[None]:
-        """Watch an access to ``path``, perhaps within another."""
+        """Watch an access to ``path``; may be nested."""
         before, self._path = self._path, path
         self._patience.moved()
         if self._limit and self._thread is None:

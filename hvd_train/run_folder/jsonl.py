@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object a line, which a full disk or a flipped bit must not turn into a lost training."""
+"""``metrics.jsonl``: one JSON object a line. Neither a full disk nor a damaged line may end the training."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MAX_BYTES, MAX_LINE_BYTES = 1 << 30, 1 << 20
 
 
 class MetricsFile:
-    """Append rows to the file. Rows that cannot be written are kept in memory, and go before the next ones."""
+    """Appends rows to the file. Rows that cannot be written are kept in memory and written before the next ones."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / NAME
-        # Without a buffer: a row is in the file when it was written, and a full disk shows at once.
+        # Unbuffered, so that a written row is in the file, and a full disk is noticed at once.
         self._stream = files.appended(self.path)
         self._kept = b""
         self._why = ""
@@ -29,23 +29,23 @@ class MetricsFile:
         self.incomplete()
 
     def incomplete(self) -> bool:
-        """Return whether rows are not in the file. Tries to write them."""
+        """Return whether rows are still missing from the file, after trying to write them."""
         try:
-            while self._kept:  # a nearly full disk takes part of a row
+            while self._kept:  # a nearly full disk may take part of a row
                 self._kept = self._kept[self._stream.write(self._kept) :]
         except OSError as error:
             self._why = error.strerror or str(error)
         return bool(self._kept)
 
     def failure(self, step: int) -> CheckpointError:
-        """Return the error that ends a run whose rows could not be written, once it is saved at ``step``."""
+        """Return the error for a run that was saved at ``step`` because rows could not be written."""
         missing = self._kept.count(b"\n")
         less = "" if not missing else " (1 line is missing)" if missing == 1 else f" ({missing} lines are missing)"
         fix = f"make room: the run is saved at step {step}, and --resume auto goes on"
         return CheckpointError(f"{NAME} cannot be written: {self._why}{less}", where=str(self.path), fix=fix)
 
     def close(self, step: int) -> None:
-        """Close the file; raise CheckpointError where rows are lost: some file systems report a full disk only here."""
+        """Close the file. Raises CheckpointError if rows are lost: some file systems report a full disk only here."""
         if self._stream.closed:
             return
         missing = self.incomplete()
@@ -58,11 +58,11 @@ class MetricsFile:
 
 
 def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return (the rows of a run, the number of damaged lines); a last line that a kill cut short is no damage.
+    """Return (rows of a run, number of damaged lines). A last line that a kill cut short does not count as damaged.
 
-    A power cut can leave zeros where a line was: that is damage.
+    Zeros, which a power cut can leave, count as damaged.
 
-    Raises CheckpointError where the file cannot be read.
+    Raises CheckpointError if the file cannot be read.
     """
     path, rows, damaged = run_dir / NAME, [], 0
     try:
@@ -79,7 +79,7 @@ def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """Return the row of a line, or None for one that no run has written."""
+    """Parse a line. Returns None for one that no run has written."""
     try:
         row = reading.parsed(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The files of a run folder, which holds one run: whether another may take its place, and how it is set aside."""
+"""The files of a run folder. It holds one run: whether another may replace it, and how the old one is moved aside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.run_folder import reading
 
 SUMMARY = "summary.json"
-REQUEUED = "requeued.json"  # at which step a job was started again
+REQUEUED = "requeued.json"  # the step from which the job was requeued last
 VOCABULARY = "vocabulary.json"  # of a text whose words are numbered
 RUN = (
     "checkpoints", "tensorboard", "loggers", "metrics.jsonl", "metrics.csv", SUMMARY, "config.yaml",
@@ -27,10 +27,10 @@ RUN = (
 
 
 def check_free(run_dir: Path, resume: str | None, overwrite: bool) -> None:
-    """Refuse a folder that holds another run, unless the user asks to replace it."""
+    """Raise ConfigError for a folder with another run, unless the user asks to replace it."""
     metrics = run_dir / "metrics.jsonl"
     used = (metrics.exists() and metrics.stat().st_size > 0) or bool(store.find(run_dir / "checkpoints"))
-    missing = resume is not None and not Path(resume).exists()  # reported where it is read
+    missing = resume is not None and not Path(resume).exists()  # reported when it is read
     if used and not overwrite and not missing and not goes_on(run_dir, resume):
         other = f", and {resume} is not of it" if resume else ""
         fix = "give --resume auto to go on, --overwrite to start anew, or another --run-dir"
@@ -38,7 +38,7 @@ def check_free(run_dir: Path, resume: str | None, overwrite: bool) -> None:
 
 
 def goes_on(run_dir: Path, resume: str | None) -> bool:
-    """Return whether ``resume`` names the run that this folder holds, or a checkpoint of it."""
+    """Return whether ``resume`` names this folder's run or one of its checkpoints."""
     if resume in (None, "auto", "last", "best"):
         return resume is not None
     named = Path(str(resume)).resolve()
@@ -46,14 +46,14 @@ def goes_on(run_dir: Path, resume: str | None) -> bool:
 
 
 def summary_steps(run_dir: Path) -> int:
-    """Return of how many steps the summary in a run folder is; 0 where there is none, or none that can be read."""
+    """Return the number of steps in a run's summary; 0 without a readable summary."""
     with suppress(OSError, CheckpointError):
         steps = reading.json_object(run_dir / SUMMARY).get("steps")
         return steps if isinstance(steps, int) else 0
     return 0
 
 
-# ---- an old run in the way of a new one
+# ---- moving an old run aside
 
 
 def leave(run_dir: Path, names: Sequence[str]) -> Path:
@@ -74,14 +74,14 @@ def retire(run_dir: Path) -> Path:
 
 def drop(replaced: Path) -> None:
     """Remove what ``retire`` returned."""
-    # Renamed first: a kill in between leaves nothing that ``bring_back`` would take for a run.
+    # Renamed first, so that a kill in between leaves nothing that ``bring_back`` would restore.
     gone = replaced.with_name(replaced.name.replace("replaced-", "removed-"))
     os.rename(replaced, gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def bring_back(run_dir: Path) -> None:
-    """Bring back files that a new run set aside and did not replace, and remove what it had begun to write.
+    """Restore files that a new run moved aside and did not replace, and remove its own partial files.
 
     It also works after a kill.
     """
@@ -101,7 +101,7 @@ def _move(paths: Sequence[Path], to: Path) -> None:
 
 
 def keep_failure(run_dir: Path, name: str, text: str) -> str:
-    """Write a traceback or a stack into ``failures``; return its path, or nothing if it cannot be written in time."""
+    """Write a traceback or a stack into ``failures``. Returns its path, or None if it cannot be written in time."""
     path = run_dir / "failures" / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}.txt"
     written = []
 

@@ -1,9 +1,8 @@
-"""The lock of a run folder: one process writes in it at a time.
+"""The lock of a run folder, so that only one process writes to it.
 
-The lock is a file with the writer's name: made whole by a hard link, which is atomic on NFS as well. A dead writer's
-lock is taken over: at once where its process was on this host and is gone; of another host (or a host that was started
-anew) when nobody has touched it for ``OLD_SECONDS``, measured by the file system's own clock. A writer that was only
-suspended finds out (``check``) before it saves again.
+The lock is a file that names its holder, created by a hard link, which is atomic on NFS as well. A dead holder's lock
+is taken over: on the same host at once, from another host (or after a reboot) once it has not been touched for
+``OLD_SECONDS`` by the file system's clock. A holder that was only suspended notices (``check``) before it saves again.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ Text = Annotated[str, Field(max_length=200)]
 class Holder(BaseModel):
     """The process that holds a lock.
 
-    ``place``: boot and process namespace, within which a pid means one process; ``ticks``: when that process began,
-    counted from boot, which no change of the clock moves; ``job``: Slurm's, and how often it was started again.
+    ``place``: boot id and pid namespace, within which a pid is unique. ``ticks``: start time of the process since boot,
+    immune to clock changes. ``job``: Slurm's job id and restart count.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -66,7 +65,8 @@ def _job() -> str:
 
 
 def ticks(pid: int) -> int | None:
-    """Return the start time of a process, or None without one. proc(5): the name in brackets may hold anything."""
+    """Return the start time of a process, None if there is none. The bracketed name may hold any character
+    (proc(5))."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -77,7 +77,7 @@ def ticks(pid: int) -> int | None:
 class Lock:
     """``with Lock(run_dir):`` takes it, or raises an error that names the holder.
 
-    It leaves no trace where nothing else was written.
+    Removes the folders that it created if nothing else was written there.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -107,7 +107,7 @@ class Lock:
             raise _in_use(self.path, other)
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._before = signal.signal(signal.SIGTERM, self._terminated)  # a scheduler may start us elsewhere at once
+            self._before = signal.signal(signal.SIGTERM, self._terminated)  # a scheduler may restart us elsewhere
         return self
 
     def __exit__(
@@ -118,10 +118,10 @@ class Lock:
             signal.signal(signal.SIGTERM, self._before)
 
     def check(self) -> None:
-        """Raise where another process has taken the lock over, or somebody removed it."""
+        """Raise if another process has taken over the lock, or it was removed."""
         try:
             holder = _read(self.path)
-        except OSError:  # too many open files, a network file system that does not answer: nobody else has shown up
+        except OSError:  # too many open files, or a network file system that does not answer: no sign of another holder
             return
         if holder is None:
             name, gone = "the run folder's lock", self.path
@@ -134,16 +134,16 @@ class Lock:
             raise CheckpointError(what, where=str(self.path.parent), fix="nothing more was written; end one of the two")
 
     def _ticket(self) -> Path:
-        """Write the lock's content under a name that nobody else uses; its time is the file system's."""
+        """Write the lock's content to a unique name. Its time is the file system's."""
         ticket = self.path.with_name(f"{NAME}.{self._holder.token}")
         files.write(ticket, [self._holder.model_dump_json().encode()])
         return ticket
 
     def _take(self, path: Path, ticket: Path) -> Holder | None:
-        """Take ``path``; return None, or the one who has it.
+        """Take the lock ``path``. Returns None, or its current holder.
 
-        Only who holds the gate named after a dead lock may replace that lock, so that of two takers one wins. A gate
-        is a lock as well, whose taker may have died.
+        A dead lock may be replaced only by the holder of its gate, a second lock, so that one of two takers wins. The
+        gate's holder may have died, too.
         """
         while True:
             if self._made_by_us(path, ticket):
@@ -158,7 +158,7 @@ class Lock:
             if other is not None:
                 return other
             try:
-                current = _read(path)  # the gate was another's until now, who may have replaced the lock
+                current = _read(path)  # the gate's previous holder may have replaced the lock
                 if current is not None and current.token == holder.token:
                     files.put(path, self._holder.model_dump_json().encode())
             finally:
@@ -169,32 +169,32 @@ class Lock:
             os.link(ticket, path)
             return True
         except OSError as error:
-            if error.errno in NO_LINKS:  # then an exclusive creation, whose content comes a moment later
+            if error.errno in NO_LINKS:  # without hard links: exclusive creation; the content follows a moment later
                 with suppress(FileExistsError), open(path, "x", encoding="utf-8") as stream:
                     stream.write(self._holder.model_dump_json())
                     return True
             elif error.errno != errno.EEXIST:
                 raise
-        holder = _read(path)  # over NFS a link may be there although its answer was lost
+        holder = _read(path)  # over NFS the link may exist although the reply was lost
         return holder is not None and holder.token == self._holder.token
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             with suppress(OSError):
                 holder = _read(self.path)
-                # Its age tells other hosts that this process lives.
+                # Its age shows other hosts that this process is alive.
                 if holder is not None and holder.token == self._holder.token:
                     os.utime(self.path)
 
     def release(self) -> None:
-        """Release the lock, for a process that ends before its ``with``. Waits for seconds at most."""
+        """Release the lock when the process ends within the ``with``. Waits a few seconds at most."""
         self._ended.set()
-        files.within(self._release, files.ANSWER_SECONDS)  # else the line that says why a run ends might not be printed
+        files.within(self._release, files.ANSWER_SECONDS)  # otherwise the error line might not be printed
 
     def _release(self) -> None:
         with suppress(OSError):
             holder = _read(self.path)
-            # Another process may have taken it over meanwhile.
+            # Another process may have taken over the lock meanwhile.
             if holder is not None and holder.token == self._holder.token:
                 self.path.unlink()
         self._leave_no_folder()
@@ -211,7 +211,7 @@ class Lock:
 
 
 def _read(path: Path) -> Holder | None:
-    """Read a lock; None: there is none. One that cannot be parsed has an unknown holder; raises OSError."""
+    """Read a lock. Returns None if there is none, an unknown holder if it cannot be parsed. Raises OSError."""
     try:
         return Holder.model_validate_json(files.content(path, MAX_BYTES))
     except FileNotFoundError:
@@ -221,12 +221,12 @@ def _read(path: Path) -> Holder | None:
 
 
 def _dead(holder: Holder, path: Path, ticket: Path) -> bool:
-    if holder.place == _place():  # the same boot of the same host: its table of processes knows
+    if holder.place == _place():  # same host and boot, so the process table tells
         return ticks(holder.pid) != holder.ticks
     if holder.job and holder.job != _job() and holder.job.split()[0] == _job().partition(" ")[0]:
-        return True  # Slurm started this job again, perhaps on other hosts: what it ran before has ended
+        return True  # Slurm restarted this job, perhaps on other hosts: its earlier processes have ended
     try:
-        # Both times are of the file system: the clocks of two hosts may differ.
+        # Both times come from the file system, because the clocks of two hosts may differ.
         os.utime(ticket)
         return ticket.stat().st_mtime - path.stat().st_mtime > OLD_SECONDS
     except FileNotFoundError:
@@ -234,7 +234,7 @@ def _dead(holder: Holder, path: Path, ticket: Path) -> bool:
 
 
 def state(run_dir: Path) -> str:
-    """Return whether a run folder is ``free``, ``held``, or its holder ``dead``; nothing is written.
+    """Return whether a run folder is ``free``, ``held``, or its holder ``dead``. Writes nothing.
 
     A holder on another host counts as dead when it has not touched its lock for ``OLD_SECONDS``.
     """
@@ -256,6 +256,6 @@ def state(run_dir: Path) -> str:
 def _in_use(path: Path, holder: Holder) -> CheckpointError:
     minutes = round(OLD_SECONDS / 60)
     fix = "wait for its end, or take another --run-dir"
-    if holder.place != _place():  # whether it lives cannot be seen from here
+    if holder.place != _place():  # its process is not visible from here
         fix += f"; if it is gone: remove {path}, or try again {minutes} minutes after its end"
     return CheckpointError(f"the run folder is in use by {holder}", where=str(path.parent), fix=fix)

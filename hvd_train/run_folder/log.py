@@ -1,4 +1,4 @@
-"""The log of a run: the terminal, metrics.jsonl, summary.json, TensorBoard events, trackers. Rank 0 alone writes."""
+"""The log of a run: terminal, metrics.jsonl, summary.json, TensorBoard events, trackers. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvd_train.run_folder.tensorboard import Events
 from hvd_train.run_folder.terminal import LongStep, Terminal, on_terminal, say, warn
 from hvd_train.run_folder.trackers.calls import Trackers
 
-PLAIN_SECONDS = 10.0  # between two progress lines where there is no terminal
+PLAIN_SECONDS = 10.0  # between progress lines without a terminal
 REFRESH_SECONDS = 0.1
 
 
@@ -52,7 +52,7 @@ class NullLog:
 
 
 class WordLog(NullLog):
-    """The messages of rank 0 where nothing may be written."""
+    """A log that only prints rank 0's messages."""
 
     def message(self, text: str) -> None:
         say(text)
@@ -62,7 +62,7 @@ class WordLog(NullLog):
 
 
 def _cell(value: float | None, width: int) -> str:
-    """Format with 4 digits behind the point, or as many as the column has room for; at last as a power of ten."""
+    """Format with at most 4 decimals, fewer if the column is too narrow; as a last resort in scientific notation."""
     if value is None:
         return f"{'-':>{width}}"
     texts = (f"{value:.{digits}f}" for digits in (4, 3, 2, 1, 0))
@@ -70,12 +70,12 @@ def _cell(value: float | None, width: int) -> str:
 
 
 class RunLog:
-    """The log of rank 0. ``total_epochs`` None: training is bounded by steps; ``quiet``: prints its last line alone.
+    """The log of rank 0. ``total_epochs`` None: training is bounded by steps; ``quiet``: prints only its last line.
 
-    Nothing of the run folder is touched before ``begin``, which a training calls when its first step has been taken:
-    it then writes ``files`` (name -> text or JSON), sets an old run aside (``replace``) or drops the lines after
-    ``resumed_at``, for a resumed run repeats the steps after its checkpoint. What such a run does not repeat is set
-    aside: later checkpoints, a summary of later steps, and all lines where there is no checkpoint (``resumed_at`` 0).
+    The run folder is not touched before ``begin``, which training calls after its first step. ``begin`` writes
+    ``files`` (name -> text or JSON), and moves an old run aside (``replace``) or drops the lines after ``resumed_at``,
+    whose steps a resumed run repeats. It moves aside what the run does not repeat: later checkpoints, a summary of
+    later steps, and all lines if there is no checkpoint (``resumed_at`` 0).
     """
 
     watch = FileWatch()
@@ -98,7 +98,7 @@ class RunLog:
         self.evaluates_again = False  # the resumed run stopped within an evaluation
         self.replace = False
         self._metrics: MetricsFile | None = None
-        self._early: list[Callable[[], None]] = []  # what came before begin
+        self._early: list[Callable[[], None]] = []  # events before begin
         self._events: Events | None = None
         self.trackers: Trackers | None = None
         self._long_step: LongStep | None = None
@@ -106,7 +106,7 @@ class RunLog:
         self._header_shown, self._last, self._started = False, time.monotonic(), time.monotonic()
 
     def begin(self, needed: int) -> None:
-        """Begin to write the run folder; ``needed``: bytes of a checkpoint, for which there must be room."""
+        """Begin to write to the run folder. ``needed``: size of a checkpoint in bytes, which must be free."""
         if self._metrics is not None:
             return
         with self.watch.at(self.run_dir):
@@ -143,21 +143,21 @@ class RunLog:
             raise CheckpointError(what, where=str(self.run_dir)) from error
 
     def check(self) -> None:
-        """Raise where another process has taken the run folder over."""
+        """Raise if another process has taken over the run folder."""
         if self._lock is not None:
             with self.watch.at(self._lock.path):
                 faults.at("check")
                 self._lock.check()
 
     def incomplete(self) -> bool:
-        """Return whether metrics.jsonl lacks lines that cannot be written: the run is to be saved and to end."""
+        """Return whether lines of metrics.jsonl cannot be written, so that the run must save and end."""
         if self._metrics is None:
             return False
         with self.watch.at(self._metrics.path):
             return self._metrics.incomplete()
 
     def end_incomplete(self, step: int) -> None:
-        """Raise the error that names the missing lines, of a run that is saved at ``step``."""
+        """Raise the error for missing lines, after the run was saved at ``step``."""
         assert self._metrics is not None
         raise self._metrics.failure(step)
 
@@ -175,7 +175,7 @@ class RunLog:
             self._without_events(error)
 
     def _show(self, epoch: int, step: int, scalars: dict[str, float]) -> None:
-        """Write to TensorBoard and trackers as long as they take it: metrics.jsonl has the same numbers."""
+        """Write to TensorBoard and trackers. They may fail, because metrics.jsonl has the same numbers."""
         if self.trackers:
             self.trackers.scalars(epoch + 1, step, scalars)
             self._report_trackers()
@@ -215,7 +215,7 @@ class RunLog:
     def _event(self, event: str, epoch: int, step: int, results: Mapping[str, float], lr: float, speed: float) -> None:
         row = {"event": event, "epoch": epoch + 1, "step": step, **results}
         row |= {"lr": lr, "samples_per_second": round(speed, 1)}
-        # JSON has no nan and no infinity.
+        # JSON has neither NaN nor infinity.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._write(finite)
         scalars = {f"{name}/{event}": value for name, value in results.items() if name != "samples"}
@@ -225,7 +225,7 @@ class RunLog:
 
     def compression_error(self, epoch: int, step: int, cosine: float, sent: float, plain: float) -> None:
         """Log the error of compression: the cosine with the exact gradient, this rank's bytes with and without."""
-        if self._metrics is None:  # that of step 0 is measured before the first step, which begins the folder
+        if self._metrics is None:  # the error of step 0 is measured before ``begin``
             self._early.append(lambda: self.compression_error(epoch, step, cosine, sent, plain))
             return
         row = {"event": "compression", "epoch": epoch + 1, "step": step, "cosine": cosine}
@@ -238,7 +238,7 @@ class RunLog:
         self._write({"event": "straggler", "epoch": epoch + 1, "step": step, **row})
 
     def _leave_files(self, step: int) -> None:
-        """Move into ``left-XXXX`` what would count as this run's, and will not be written again with the same steps."""
+        """Move files of an earlier start into ``left-XXXX`` if this run will not rewrite them with the same steps."""
         later = layout.summary_steps(self.run_dir) > step
         names = [layout.SUMMARY] * later
         lines = len(jsonl.read(self.run_dir)[0]) if step == 0 and (self.run_dir / jsonl.NAME).exists() else 0
@@ -262,7 +262,7 @@ class RunLog:
             self.message(f"{lines} of {jsonl.NAME} left out")
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Write summary.json and end metrics.jsonl. Raises CheckpointError where one of them cannot be written."""
+        """Write summary.json and finish metrics.jsonl. Raises CheckpointError if one of them cannot be written."""
         self.check()
         path = self.run_dir / layout.SUMMARY
         try:
@@ -283,7 +283,7 @@ class RunLog:
     # ---- words
 
     def progress(self, epoch: int, done: int, total: int, speed: Callable[[], float]) -> None:
-        """Show the progress, a few times a second at most; ask for the speed only then. Called after every step."""
+        """Show the progress, at most a few times a second, calling ``speed`` only then. Called after every step."""
         if self._long_step:
             self._end_long_step()
         if self._quiet:
@@ -310,8 +310,8 @@ class RunLog:
     ) -> None:
         """Print the row of an epoch.
 
-        ``values``: {train_NAME or val_NAME: None where there was no evaluation}; ``samples_per_second``: in these
-        ``seconds``; ``note``: stands behind the row.
+        ``values``: {train_NAME or val_NAME: value, None without an evaluation}. ``samples_per_second``: over these
+        ``seconds``. ``note``: appended to the row.
         """
         shown = {name.replace("train_", "").replace("_", " "): x for name, x in values.items() if name != "val_samples"}
         widths = [max(8, len(name) + 1) for name in shown]
@@ -331,7 +331,7 @@ class RunLog:
             self._print(text)
 
     def last_message(self, text: str) -> None:
-        """Print how the training ended, which a quiet log prints as well."""
+        """Print how the training ended, also in a quiet log."""
         self._print(text)
 
     def _print(self, text: str) -> None:
@@ -343,7 +343,7 @@ class RunLog:
         warn(text)
 
     def waits_for(self, name: str) -> None:
-        """Show what is under way until the next line or progress, should it take long."""
+        """Show the name of a long operation until the next output, if it takes long."""
         self._end_long_step()
         if not self._quiet:
             self._long_step = LongStep(name).start()
@@ -359,12 +359,12 @@ class RunLog:
             self._terminal.clear()
 
     def failed(self) -> None:
-        """Close the trackers of a run that ends with an error, which comes after this."""
+        """Close the trackers of a failed run, before its error is printed."""
         self._clear()
         self._end_trackers(False, {})
 
     def close(self, step: int = 0) -> None:
-        """Close all files of a run saved at ``step``. Raises CheckpointError where lines could not be written."""
+        """Close all files of a run saved at ``step``. Raises CheckpointError if lines could not be written."""
         self._clear()
         self._close_metrics(step)
         if self._events:
@@ -375,7 +375,7 @@ class RunLog:
 
 
 def _speed(path: Path, values: dict[str, Any]) -> dict[str, float]:
-    """Return the speed in the summary ``path``, if it is of the same weights: without a step none is measured."""
+    """Return the speed in the summary ``path`` if it is for the same weights, for a run that took no step."""
     with suppress(OSError, ValueError, KeyError, TypeError, CheckpointError):
         before = reading.json_object(path)
         if before["weights_sha256"] == values["weights_sha256"]:

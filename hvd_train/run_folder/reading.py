@@ -1,6 +1,6 @@
-"""Read files of a run folder, which may be another user's: a plain file, not too large, of values that can be shown.
+"""Read files of a run folder, which may be another user's, with checks of file type, size and values.
 
-Everything that reads a run which this process does not train goes through here.
+All access to runs that this process does not train goes through here.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hvd_train import files
 from hvd_train.config.reading import plain
 from hvd_train.errors import CheckpointError, ConfigError
 
-MAX_BYTES = 4 << 20  # of summary.json, config.yaml and the like
-MAX_DIGITS = 18  # of a whole number: 64 bits
-LARGEST = 1e300  # of a number: differences of two are finite
+MAX_BYTES = 4 << 20  # for summary.json, config.yaml and the like
+MAX_DIGITS = 18  # limit of integers: 64 bits
+LARGEST = 1e300  # limit of numbers, so that differences are finite
 
 
 def content(path: Path, most: int = MAX_BYTES) -> bytes:
@@ -40,7 +40,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def yaml_object(path: Path) -> dict[str, Any]:
-    """Return the keys of a YAML file; {} where there is none, or none that can be read."""
+    """Return the object of a YAML file; {} if there is none, or it cannot be read."""
     with suppress(OSError, CheckpointError, ConfigError, yaml.YAMLError, ValueError, RecursionError):
         read = plain(content(path).decode("utf-8"), str(path))
         return read if isinstance(read, dict) else {}
@@ -48,12 +48,12 @@ def yaml_object(path: Path) -> dict[str, Any]:
 
 
 def number(value: object) -> TypeGuard[int | float]:
-    """Return whether a value of JSON is a number."""
+    """Return whether a JSON value is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def parsed(text: bytes) -> dict[str, Any]:
-    """Return the object of a JSON text. What is no finite number (NaN, 1e999) is None. Raises ValueError."""
+    """Return the object of a JSON text. Non-finite numbers (NaN, 1e999) become None. Raises ValueError."""
     try:
         value = json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=lambda name: None)
     except (ValueError, RecursionError) as error:

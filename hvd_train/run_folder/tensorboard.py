@@ -32,5 +32,5 @@ class Events:
         self._writer.flush()
 
     def close(self) -> None:
-        with suppress(OSError):  # a full disk refuses what is still in memory
+        with suppress(OSError):  # a full disk rejects buffered data
             self._writer.close()

@@ -1,4 +1,4 @@
-"""The terminal: whether there is one, warnings, a progress bar, and the time of steps that take long."""
+"""Terminal output: detection, warnings, a progress bar, and a timer for long operations."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import TextIO
 
 from hvd_train.errors import printable
 
-LONG_SECONDS = 1.0  # after which a terminal shows what is under way
-PLAIN_LONG_SECONDS = 60.0  # between two lines where there is no terminal
+LONG_SECONDS = 1.0  # after which a terminal shows a long operation
+PLAIN_LONG_SECONDS = 60.0  # between lines without a terminal
 
 
 def on_terminal() -> bool:
-    """Return whether the output goes to a terminal. A rank's launcher may know better than the rank."""
+    """Return whether the output goes to a terminal, which a rank's launcher may know better."""
     if "HVD_TRAIN_TERMINAL" in os.environ:
         return os.environ["HVD_TRAIN_TERMINAL"] != "0"
     return sys.stdout.isatty()
 
 
 def say(text: str, err: bool = False, styled: bool = False, stream: TextIO | None = None) -> None:
-    """Print text that may hold names and values of others, whatever the encoding of the stream.
+    """Print text that may hold untrusted names and values, in the stream's encoding.
 
-    Control characters, which could command a terminal, are shown as ``?``; letters that the stream does not know are
-    escaped. A name that cannot be printed must not end a run that is done. ``styled``: the text holds a table, whose
-    cells are printable, and which draws itself on a terminal.
+    Control characters, which could control a terminal, become ``?``. Characters that the stream cannot encode are
+    escaped, because an unprintable name must not fail a finished run. ``styled``: the text has a table with printable
+    cells and its own terminal codes.
     """
     stream = stream or (sys.stderr if err else sys.stdout)
     encoding = getattr(stream, "encoding", None) or "utf-8"
@@ -41,7 +41,7 @@ def warn(text: str) -> None:
 
 
 class Terminal:
-    """A progress bar on the last line; drawn anew, so that it works through a launcher's pipe as well."""
+    """A progress bar on the last line. It is redrawn whole, so it also works through a launcher's pipe."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -75,7 +75,7 @@ class Terminal:
 
 
 class LongStep:
-    """Tell what is under way and for how long, on the last line of a terminal, elsewhere a line each minute."""
+    """Shows a long operation and its duration: on the last line of a terminal, elsewhere one line a minute."""
 
     def __init__(self, name: str) -> None:
         self._name, self._began, self._ended = name, time.monotonic(), threading.Event()
@@ -98,14 +98,14 @@ class LongStep:
             sys.stdout.flush()
 
     def stop(self) -> None:
-        """Wipe the line from the terminal."""
+        """Stop the timer, and clear its line from the terminal."""
         self._ended.set()
         self._thread.join()
 
 
 @contextmanager
 def long_step(name: str, shown: bool = True) -> Iterator[None]:
-    """Show what is under way for the time of a block, should it take long."""
+    """Show the name of an operation (the block) if it takes long."""
     step = LongStep(name).start() if shown else None
     try:
         yield

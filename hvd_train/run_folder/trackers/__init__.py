@@ -1,4 +1,4 @@
-"""The trackers of ``loggers``, which show the numbers of many runs. Each is a file and a row of ``config/trackers``."""
+"""The experiment trackers of ``loggers``. Each is a file and a row of ``config/trackers``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_train.errors import ConfigError
 
 
 def load(names: Iterable[str]) -> dict[str, TrackerSpec]:
-    """Import what the named trackers need; return their rows. Raises ConfigError for one that is not installed."""
+    """Import the named trackers' packages, and return their rows. Raises ConfigError if one is not installed."""
     rows = {name: TRACKERS[name] for name in names if name in TRACKERS}
     for name, row in rows.items():
         for variable, value in row.environment.items():

@@ -1,4 +1,4 @@
-"""The calls of trackers. One that raises or hangs is left out, and never holds up a step."""
+"""Calls to trackers. A tracker that raises or hangs is disabled, and never blocks a step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from hvd_train.config.trackers import TrackerSpec
 from hvd_train.run_folder.trackers.tracker import TrackedRun, Tracker
 
-WAITING = 10_000  # calls for a tracker that does not come back
+WAITING = 10_000  # queued calls for a tracker that hangs
 END_SECONDS, ABANDON_SECONDS = 120.0, 3.0  # at the end of a finished run, and of one that stopped
 
 
 class Calls:
-    """The calls of one tracker, made at once. ``failure``: why it is left out; empty: it is not."""
+    """Synchronous calls to one tracker. ``failure``: why it is disabled, "" if it is not."""
 
     def __init__(self, name: str, row: TrackerSpec, run: TrackedRun) -> None:
         self.name, self.failure = name, ""
@@ -28,7 +28,7 @@ class Calls:
             self._do(method, *args)
 
     def wait(self, until: float) -> None:
-        """Wait for the calls to be made, at most until that time."""
+        """Wait for the calls to finish, at most until the time ``until``."""
 
     def _do(self, method: str, *args: Any) -> None:
         try:
@@ -36,12 +36,12 @@ class Calls:
                 self._tracker = self._row.tracker_class(self._run)
             else:
                 getattr(self._tracker, method)(*args)
-        except (Exception, SystemExit) as error:  # a library may take its own failure for the program's end
+        except (Exception, SystemExit) as error:  # a library may call sys.exit() on its own failure
             self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 class CallsInThread(Calls):
-    """The same in a thread: a server that does not answer keeps a call for minutes."""
+    """Calls in a thread, because a server that does not answer can block a call for minutes."""
 
     def __init__(self, name: str, row: TrackerSpec, run: TrackedRun) -> None:
         self.name, self.failure = name, ""
@@ -91,7 +91,7 @@ class Trackers:
             one.call("scalars", epoch, step, dict(values))
 
     def end(self, finished: bool, summary: Mapping[str, Any]) -> None:
-        """Close all of them. A second call does nothing."""
+        """Close all trackers. A second call does nothing."""
         if self._ended:
             return
         self._ended = True
@@ -102,7 +102,7 @@ class Trackers:
             one.wait(until)
 
     def failures(self) -> list[str]:
-        """Return a line for each tracker that failed since the last call, which is left out from now on."""
+        """Return a line for each tracker that failed, and was disabled, since the last call."""
         failed = [one for one in self._calls if one.failure]
         self._calls = [one for one in self._calls if not one.failure]
         ending = "training goes on without it, and metrics.jsonl has all numbers"

@@ -17,7 +17,7 @@ NAME = "metrics.csv"
 
 
 class CsvFile(Tracker):
-    """A column for each name of metrics.jsonl; a cell is empty where its line lacks the name or the number is null."""
+    """A CSV table with a column for each name of metrics.jsonl. A cell is empty if the value is missing or null."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._run_dir, self._columns = run.run_dir, [*_columns(run.run_dir)]
@@ -25,7 +25,7 @@ class CsvFile(Tracker):
 
     def row(self, row: Mapping[str, Any]) -> None:
         if row.keys() - set(self._columns):
-            # The first line of an evaluation brings columns: metrics.jsonl has all lines, this one too.
+            # The first evaluation adds columns: rewrite the table from metrics.jsonl, which already has this line.
             self._columns = [*dict.fromkeys([*_columns(self._run_dir), *row])]
             self._write_all()
         else:

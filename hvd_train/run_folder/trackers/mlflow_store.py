@@ -10,8 +10,8 @@ from typing import Any
 
 from hvd_train.run_folder.trackers.tracker import TrackedRun, Tracker, numbers
 
-BATCH = 100  # parameters in one call, a limit of MLflow
-LONGEST = 500  # characters of a parameter
+BATCH = 100  # MLflow's limit of parameters in one call
+LONGEST = 500  # MLflow's limit of characters in a parameter
 
 
 class MLflow(Tracker):
@@ -19,7 +19,7 @@ class MLflow(Tracker):
         from mlflow import MlflowClient
 
         for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)  # a new database is announced with 20 lines
+            logging.getLogger(name).setLevel(logging.WARNING)  # a new database logs 20 lines
         place = run.folder / "mlflow"
         address = os.environ.get("MLFLOW_TRACKING_URI")
         if not address:
@@ -35,7 +35,7 @@ class MLflow(Tracker):
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "hvd_train")
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
-            local = place.resolve().as_uri() if place.is_dir() else None  # else a server's own place for files
+            local = place.resolve().as_uri() if place.is_dir() else None  # else the server decides where files go
             number = self._client.create_experiment(name, artifact_location=local)
         else:
             number = experiment.experiment_id

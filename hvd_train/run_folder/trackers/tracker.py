@@ -57,5 +57,5 @@ class Tracker:
 
 
 def numbers(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Return the entries of a summary that are numbers."""
+    """Return the numeric entries of a summary."""
     return {name: float(x) for name, x in summary.items() if isinstance(x, int | float) and not isinstance(x, bool)}

@@ -1,4 +1,4 @@
-"""Weights & Biases: files in the run folder for ``wandb sync``; with WANDB_MODE=online straight to its server."""
+"""Weights & Biases: files in the run folder for ``wandb sync``; with WANDB_MODE=online directly to its server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WandB(Tracker):
 
         run.folder.mkdir(parents=True, exist_ok=True)
         name = run.old_id("wandb") or secrets.token_hex(8)
-        # It would put itself between the program and its output.
+        # It would intercept the program's output.
         settings = wandb.Settings(console="off", silent=True)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "hvd_train"),
@@ -28,7 +28,7 @@ class WandB(Tracker):
             settings=settings,
         )
         run.keep_id("wandb", name)
-        # A resumed run repeats steps, which W&B's own count of steps would refuse.
+        # A resumed run repeats steps, which W&B's own step counter would reject.
         self._run.define_metric("*", step_metric="step")
 
     def scalars(self, epoch: int, step: int, values: Mapping[str, float]) -> None:

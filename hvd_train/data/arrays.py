@@ -1,4 +1,4 @@
-"""A source over arrays, in memory, mapped, or read by rows."""
+"""A data source over arrays that are in memory, memory-mapped, or read row by row."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from hvd_train.protocol import Field, Fields, Sample
 
 # The held-out part is a property of the data, not of a run.
 SPLIT_SEED = 20200101
-FEW = 64  # samples that are looked at for a remark
+FEW = 64  # samples inspected for a remark
 
 
 class Arrays:
-    """Inputs (n, ...) and labels, each an array or a dict of named ones, in memory or mapped.
+    """A source of samples from arrays: inputs (n, ...) and labels, each one array or a dict of arrays.
 
-    ``task`` says which labels are classes. These are (n,) or (n, 1), or one for each place of the inputs: (n, T) for
-    inputs (n, T) or (n, T, ...). uint8 inputs are divided by 255, unless they are (n, T) with a label at each place:
-    those are ids, as of text. Others are taken as they are. Images (n, h, w) without a name get a channel axis
-    (``is_image``). Labels are checked once, here; inputs when they are fetched. Without labels ({}) samples can only be
-    predicted.
+    ``task`` says which labels are classes. These are (n,) or (n, 1), or one per position of the inputs: (n, T) for
+    inputs (n, T) or (n, T, ...). uint8 inputs are divided by 255, unless they are (n, T) with labels (n, T): those are
+    token ids. Other inputs are not scaled. A single unnamed input of images (n, h, w) gets a channel axis
+    (``is_image``). Labels are checked once, here; inputs when they are fetched. Without labels ({}) the samples are
+    for prediction only.
 
-    ``num_classes``: the number, or all that is known of the classes. ``columns``: names of the entries of the inputs'
-    and of the labels' last axis. ``note`` explains bytes and whole numbers, unless they are known to be ``images``;
-    ``remarks`` are further lines for the user.
+    ``num_classes``: the number of classes, or all that is known of them. ``columns``: column names of the last axis of
+    the inputs and of the labels. ``note``: how bytes and integers are interpreted, left out for known ``images``;
+    ``remarks``: further lines for the user.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class Arrays:
         self.note = "\n".join(filter(None, (*notes, *described)))
         self.remarks += tuple(filter(None, map(_remark_on_rounding, self._inputs.values())))
         for name, column in self._labels.items():
-            # Whole ones reach a function of the user as they are, and the built-in losses in 32 bits.
+            # Integers reach a user's loss unchanged, and the built-in losses as float32.
             rounded = not column.field.classes and ":" not in task.term(name)[0]
             self.remarks += tuple(filter(None, [_remark_on_rounding(column, rounded)]))
         self.fingerprint = self._fingerprint()
 
-    rows: np.ndarray | None  # the subset's, None: all
-    files: Sequence[str] = ()  # of samples that are files
-    vocabulary = ""  # of texts whose words are numbered, as JSON
+    rows: np.ndarray | None  # the rows of this subset; None: all
+    files: Sequence[str] = ()  # one per sample, if samples are files
+    vocabulary = ""  # the tokenizer of texts, as JSON
 
     def __len__(self) -> int:
         return len(next(iter(self._inputs.values())).values) if self.rows is None else len(self.rows)
@@ -115,7 +115,7 @@ class Arrays:
         return inputs, labels
 
     def convert(self, inputs: Any, labels: Any, rows: np.ndarray) -> tuple[Fields, Fields]:
-        """Check other samples of the same fields, and return them as ``fetch`` would."""
+        """Check and convert values that a user's ``fetch`` returned for the samples ``rows``."""
         parts = []
         for values, columns in ((inputs, self._inputs), (labels, self._labels)):
             named = values if isinstance(values, Mapping) else dict.fromkeys([*columns][:1], values)
@@ -141,18 +141,18 @@ class Arrays:
         return parts[0], parts[1]
 
     def watch(self, task: TaskConfig) -> None:
-        """Refuse labels that are not from 0 to 1 where they are fetched for the loss bce."""
+        """Check at each fetch that the labels of a bce loss lie within 0 to 1."""
         for name, column in self._labels.items():
             self._labels[name] = replace(column, yes_or_no=task.term(name)[0] == "bce")
 
-    def label(self, name: str, places: np.ndarray) -> np.ndarray:
-        """Return the labels of this name, (k, ...), of the samples at these places (k,); no input is read."""
-        rows = places if self.rows is None else self.rows[places]
+    def label(self, name: str, indices: np.ndarray) -> np.ndarray:
+        """Return label ``name`` (k, ...) of the samples ``indices`` (k,) without reading their inputs."""
+        rows = indices if self.rows is None else self.rows[indices]
         column = self._labels[name]
         return column.of(np.asarray(column.values[rows]), rows)
 
     def _fingerprint(self) -> str:
-        """Hash shapes, types and evenly spread rows, first and last among them: milliseconds for any size."""
+        """Hash shapes, types and evenly spaced rows, including the first and the last; takes milliseconds."""
         n, digest = len(self), hashlib.sha256()
         for name, column in self._inputs.items():
             values, named = column.values, "" if len(self._inputs) == 1 else f" {name}"
@@ -161,39 +161,39 @@ class Arrays:
         if self.varying:
             digest.update(self.varying.lengths.tobytes())
         for columns, count in ((self._labels, 1024), (self._inputs, 64)):
-            # Labels are small; of inputs, which may be mapped files, fewer rows are read.
+            # Inputs may be mapped files, so fewer of their rows are read.
             picked = np.unique(np.linspace(0, n - 1, count).astype(np.int64))
             rows = picked if self.rows is None else self.rows[picked]
             for column in columns.values():
                 values = np.ascontiguousarray(column.values[rows])
                 digest.update(f"{values.dtype.str} {values.shape}".encode() + values.tobytes())
                 if column.lookup:
-                    digest.update(column.lookup.places.tobytes())
+                    digest.update(column.lookup.numbers.tobytes())
         return digest.hexdigest()[:16]
 
     def split(self, fraction: float) -> tuple[Arrays, Arrays]:
-        """Hold out the same share of each class, whatever the run's seed; return (training, held out).
+        """Hold out ``fraction`` of each class, independently of the seed; return (training, held out).
 
-        Samples with many labels, or with none that is a class, are of one class here.
+        If a sample has a label per position, or no label is a class, all samples count as one class.
         """
-        # At least one of each class, but never the only one.
+        # At least one sample of each class, but never its only one.
         return self._hold_out(lambda label, count: (0, min(count - 1, max(1, round(fraction * count)))))
 
     def fold(self, part: int, parts: int) -> tuple[Arrays, Arrays]:
-        """Hold out one of ``parts`` parts of each class; return (training, held out).
+        """Hold out fold ``part`` of ``parts`` of each class; return (training, held out).
 
-        Each sample is held out in one of the parts, whatever the run's seed, but for the only one of a class.
+        Each sample is held out in exactly one fold, independently of the seed; the only sample of a class in none.
         """
 
         def bounds(label: int, count: int) -> tuple[int, int]:
-            # Turned from class to class, or the last parts would get what does not divide of all of them.
+            # Rotated from class to class, or the last folds would get the remainders of all classes.
             turned = (part + label) % parts
             return (turned * count // parts, (turned + 1) * count // parts) if count > 1 else (0, 0)
 
         return self._hold_out(bounds)
 
     def _hold_out(self, bounds: Callable[[int, int], tuple[int, int]]) -> tuple[Arrays, Arrays]:
-        """Hold out of each class, shuffled by itself, the samples within ``bounds(label, number of samples)``."""
+        """Shuffle each class and hold out its samples [first, last), given by ``bounds(label, number of samples)``."""
         if not self._labels:
             fix = "take --split all"
             raise DataError("without labels nothing is held out, so there is no such split", where=self.where, fix=fix)
@@ -203,7 +203,7 @@ class Arrays:
         held = np.zeros(len(labels), bool)
         for label in np.unique(labels):
             members = np.flatnonzero(labels == label)
-            # The order of each class is its own, so that more samples of one class move none of another.
+            # Each class is shuffled independently, so adding samples to one class moves none of another.
             shuffled = members[permute(np.arange(len(members)), len(members), SPLIT_SEED, int(label))]
             first, last = bounds(int(label), len(members))
             held[shuffled[first:last]] = True
@@ -221,16 +221,16 @@ class Arrays:
 
 
 def _remark_on_rounding(column: Column, whole: bool = False) -> str:
-    """Look at a few samples for numbers that lose digits on their way; ``whole``: whole ones become float32, too."""
+    """Return a remark if float32 rounds values of a few samples; ``whole``: integers become float32, too."""
     kind = np.dtype(column.values.dtype)
-    if kind != np.float64 and not (whole and kind.kind in "iu" and kind.itemsize > 2):  # spares reading them
+    if kind != np.float64 and not (whole and kind.kind in "iu" and kind.itemsize > 2):  # avoids reading them
         return ""
     few = np.unique(np.linspace(0, len(column.values) - 1, FEW).astype(np.int64))
     return column.remark_on_rounding(np.asarray(column.values[few]))
 
 
 def _check_lengths(inputs: Sequence[tuple[str, Any]], labels: Sequence[tuple[str, Any]], where: str) -> None:
-    """Check that (title, array) of all inputs and labels have the same number of samples, and that there are some."""
+    """Check that all inputs and labels, (title, array) each, have the same number of samples, above 0."""
     first, like = (*labels, *inputs)[0]
     for title, values in (*inputs, *labels):
         if not values.shape or not like.shape or len(values) != len(like):
@@ -241,7 +241,7 @@ def _check_lengths(inputs: Sequence[tuple[str, Any]], labels: Sequence[tuple[str
 
 
 def _varying(inputs: Mapping[str, Any], labels: Mapping[str, Any], titles: Mapping[str, str], where: str) -> Any:
-    """Return which fields have samples of different lengths; None: none has."""
+    """Return the fields whose samples differ in length, or None."""
     names, label_names = ([n for n, x in part.items() if isinstance(x, RaggedRows)] for part in (inputs, labels))
     if not names:
         if label_names:
@@ -266,15 +266,15 @@ def _input_column(
     where: str,
     images: bool | None,
 ) -> tuple[Column, Sequence[str]]:
-    """Make the column of an input, and a remark where it is taken for something else than by itself.
+    """Make the column of an input, and a remark if the trained run decides whether it is an image.
 
-    ``before``: its field in the run whose checkpoint is used; ``alone``: it has no name.
+    ``before``: its field in the run whose checkpoint is used; ``alone``: it is the only input and has no name.
     """
     shape = tuple(values.shape[1:])
     images = False if isinstance(values, RaggedRows) else images
     ids = len(shape) == 1 and shape in label_shapes and shape != (1,)
     as_images = images
-    if before is not None and images is None:  # a run takes arrays as it was trained with them
+    if before is not None and images is None:  # interpret arrays as in the training
         ids = ids if before.dtype != "uint8" else before.divisor == 1
         as_images = before.image
     column = Column.of_inputs(title, values, ids, alone, where, as_images)
@@ -285,6 +285,6 @@ def _input_column(
 
 
 def _with_columns(columns: Mapping[str, Column], names: Sequence[str]) -> dict[str, Field]:
-    """Return the fields; the only one gets the names of its columns."""
+    """Return the fields of the columns, with the column ``names`` of their last axis."""
     fields = {name: column.field for name, column in columns.items()}
     return {name: replace(field, columns=tuple(names)) if names else field for name, field in fields.items()}

@@ -1,4 +1,4 @@
-"""The built-in random transforms of images. Each takes (k, height, width, channels), which it may write into."""
+"""The built-in random transforms of images. Each gets (k, height, width, channels), and may write in place."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hvd_train.config import TransformConfig
 from hvd_train.data.order import U64, stream
 
 GREY = np.array([0.299, 0.587, 0.114])  # of red, green and blue (ITU-R BT.601)
-TRIES = 10  # windows that are drawn until one lies within the image
+TRIES = 10  # windows drawn at most until one fits into the image
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers of some samples: (k,) places in the source; ``key`` is of one transform in one epoch."""
+    """Random numbers for the samples ``indices`` (k,); ``key`` belongs to one transform in one epoch."""
 
     key: int
     indices: np.ndarray
@@ -36,7 +36,7 @@ class Draws:
 
 
 def below(bits: np.ndarray, count: int) -> np.ndarray:
-    """Make whole numbers in [0, count) of random bits, count < 2^32."""
+    """Map random 64-bit numbers to integers in [0, count), count < 2^32."""
     return (((bits >> U64(32)) * U64(count)) >> U64(32)).astype(np.int64)
 
 
@@ -48,21 +48,21 @@ Transform = Callable[[np.ndarray, Draws, TransformConfig], np.ndarray]
 
 
 def _horizontal_flip(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
-    """left and right change places; p: 0.5"""
+    """mirrored left to right; p: 0.5"""
     chosen = _chosen(draws.bits(1)[:, 0], 0.5 if config.p is None else config.p)
     images[chosen] = images[chosen][:, :, ::-1]
     return images
 
 
 def _vertical_flip(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
-    """top and bottom change places; p: 0.5"""
+    """mirrored top to bottom; p: 0.5"""
     chosen = _chosen(draws.bits(1)[:, 0], 0.5 if config.p is None else config.p)
     images[chosen] = images[chosen][:, ::-1]
     return images
 
 
 def _crop(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
-    """padding pixels on each side, then a part of the images' size; fill: 0, padding_mode: constant"""
+    """padded by padding pixels on each side, then cropped to the original size; fill: 0, padding_mode: constant"""
     height, width = images.shape[1:3]
     around = config.padding or 0
     places = below(draws.bits(2), 2 * around + 1).tolist()
@@ -79,7 +79,7 @@ def _crop(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarr
 
 
 def _cutout(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
-    """a square of size pixels, whose middle is anywhere, gets the value fill; p: 1, fill: 0"""
+    """a square of size pixels, centered anywhere, is set to fill; p: 1, fill: 0"""
     height, width = images.shape[1:3]
     side, bits = config.size or 0, draws.bits(3)
     chosen = _chosen(bits[:, 0], 1.0 if config.p is None else config.p)
@@ -100,13 +100,13 @@ def _bounds(config: TransformConfig) -> tuple[list[float], list[float]]:
 
 
 def _resized_crop(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
-    """a window of a random area and shape is stretched to the images' size; scale: [0.08, 1], ratio: [3/4, 4/3]"""
+    """a window of random area and aspect ratio, resized to the original size; scale: [0.08, 1], ratio: [3/4, 4/3]"""
     height, width = images.shape[1:3]
     area, shape = _bounds(config)
     for image, numbers in zip(images, draws.uniform(2 * TRIES + 2), strict=True):
         rows, columns = _window(height, width, area, shape, numbers) or (height, width)
         top, left = numbers[-2] * (height - rows), numbers[-1] * (width - columns)
-        # The middle of each new pixel, in the old image; pixel k lies at k.
+        # The center of each new pixel in coordinates of the old image, whose pixel k is centered at k.
         y = top + (np.arange(height) + 0.5) * rows / height - 0.5
         x = left + (np.arange(width) + 0.5) * columns / width - 0.5
         rows_of, columns_of = np.meshgrid(y, x, indexing="ij")
@@ -117,10 +117,10 @@ def _resized_crop(images: np.ndarray, draws: Draws, config: TransformConfig) -> 
 def _window(
     height: int, width: int, scale: list[float], ratio: list[float], numbers: np.ndarray
 ) -> tuple[float, float] | None:
-    """Return (rows, columns) of a window of a random area and shape; None: none of the tries fits into the image."""
+    """Draw (rows, columns) of a window of random area and aspect ratio; None if no try fits into the image."""
     for k in range(TRIES):
         area = (scale[0] + numbers[2 * k] * (scale[1] - scale[0])) * height * width
-        # Shapes and their inverses are equally likely.
+        # Aspect ratios and their inverses are equally likely.
         shape = math.exp(math.log(ratio[0]) + numbers[2 * k + 1] * (math.log(ratio[1]) - math.log(ratio[0])))
         rows, columns = math.sqrt(area / shape), math.sqrt(area * shape)
         if rows <= height and columns <= width:
@@ -129,7 +129,7 @@ def _window(
 
 
 def no_window_fits(config: TransformConfig, height: int, width: int) -> bool:
-    """Return whether even the smallest area has no shape with which it lies within the image."""
+    """Return whether no allowed aspect ratio fits a window of the smallest area into the image."""
     if config.name not in WINDOWS:
         return False
     scale, ratio = _bounds(config)
@@ -137,30 +137,30 @@ def no_window_fits(config: TransformConfig, height: int, width: int) -> bool:
 
 
 def _rotation(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
-    """turned about the middle by up to degrees to either side; fill: 0"""
+    """rotated about the center by -degrees to +degrees; fill: 0"""
     for image, (number,) in zip(images, draws.uniform(1), strict=True):
         image[...] = rotated(image, (2 * number - 1) * (config.degrees or 0.0), config.fill)
     return images
 
 
 def rotated(image: np.ndarray, degrees: float, fill: float) -> np.ndarray:
-    """Turn an image (height, width, channels) counterclockwise about its middle; what lay outside gets ``fill``."""
+    """Rotate an image (height, width, channels) counterclockwise about its center; new corners get ``fill``."""
     height, width = image.shape[:2]
     y, x = np.mgrid[:height, :width] - np.array([(height - 1) / 2, (width - 1) / 2])[:, None, None]
     angle = math.radians(degrees)
-    # Where each new pixel lay. Rows are counted downwards.
+    # The old coordinates of each new pixel. Rows are counted downwards.
     old_y = math.cos(angle) * y + math.sin(angle) * x
     old_x = math.cos(angle) * x - math.sin(angle) * y
     return sampled(image, old_y + (height - 1) / 2, old_x + (width - 1) / 2, fill)
 
 
 def sampled(image: np.ndarray, y: np.ndarray, x: np.ndarray, fill: float | None) -> np.ndarray:
-    """Take an image (height, width, channels) at places (h, w) between its pixels, by linear interpolation.
+    """Sample an image (height, width, channels) at coordinates ``y``, ``x`` (h, w) by bilinear interpolation.
 
-    A place outside gets ``fill``, or the nearest pixel where that is None.
+    Coordinates outside of the image get ``fill``, or the nearest pixel if ``fill`` is None.
     """
     height, width = image.shape[:2]
-    # Rounding puts a place on the border 1e-15 outside of it.
+    # Rounding can move a point on the border 1e-15 outside.
     inside = (y > -1e-9) & (y < height - 1 + 1e-9) & (x > -1e-9) & (x < width - 1 + 1e-9)
     y, x = y.clip(0, height - 1), x.clip(0, width - 1)
     top, left = np.floor(y).astype(int), np.floor(x).astype(int)
@@ -175,7 +175,7 @@ def sampled(image: np.ndarray, y: np.ndarray, x: np.ndarray, fill: float | None)
 
 
 def as_stored(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Bring numbers back to the type of the image: whole numbers are rounded, and stay within their range."""
+    """Convert to the dtype of the image; for integers round, and clip to the range of the dtype."""
     if dtype.kind == "f":
         return values.astype(dtype)
     bounds = np.iinfo(dtype)
@@ -183,7 +183,7 @@ def as_stored(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _color_jitter(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
-    """brightness, then contrast, then saturation times a random factor of 1 - x to 1 + x; of bytes and of [0, 1]"""
+    """brightness, contrast and saturation, in this order, times random factors of 1 - x to 1 + x; of bytes or [0, 1]"""
     strengths = np.array([config.brightness, config.contrast, config.saturation])
     factors = 1 + (2 * draws.uniform(3) - 1) * strengths
     for image, (bright, contrast, colour) in zip(images, factors, strict=True):
@@ -196,12 +196,12 @@ def _color_jitter(images: np.ndarray, draws: Draws, config: TransformConfig) -> 
 
 
 def _erasing(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
-    """a rectangle of a random area and shape gets the value fill; p: 0.5, scale: [0.02, 0.33], ratio: [0.3, 3.3]"""
+    """a rectangle of random area and aspect ratio is set to fill; p: 0.5, scale: [0.02, 0.33], ratio: [0.3, 3.3]"""
     height, width = images.shape[1:3]
     area, shape = _bounds(config)
     for image, numbers in zip(images, draws.uniform(2 * TRIES + 3), strict=True):
         if numbers[-1] < (0.5 if config.p is None else config.p):
-            # As in torchvision, an image into which no window fits stays as it is.
+            # As in torchvision, an image into which no window fits is left unchanged.
             window = _window(height, width, area, shape, numbers)
             if window is None:
                 continue
@@ -222,5 +222,5 @@ BUILT_IN: dict[str, Transform] = {
     "random_erasing": _erasing,
     "cutout": _cutout,
 }
-# After which labels at each place of an image would not fit it.
+# They move pixels, so labels per pixel would no longer fit.
 MOVING = ("random_horizontal_flip", "random_vertical_flip", "random_crop", "random_resized_crop", "random_rotation")

@@ -1,4 +1,4 @@
-"""Training samples of which each class has as many (``data.sampling: balanced``)."""
+"""Class-balanced sampling of the training data (``data.sampling: balanced``)."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from hvd_train.data.transforms import drawn
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Source
 
-PIECE = 4096  # labels that are read at once
+PIECE = 4096  # labels read at once
 WHERE = "data.sampling: balanced"
 
 
 class Balanced:
-    """Another source's samples, of which training takes as many of each class.
+    """A source that wraps another one and draws equally many training samples of each class.
 
-    An epoch is as long as without: place q of n is of class q mod C. Each class has an order of its samples, which goes
-    on from epoch to epoch and begins anew, in another order, at its end. So rarer classes are repeated. Since
-    the first epoch two samples of a class have been taken equally often, or one of them once more. (Draws with
-    replacement would leave out a third of the rarest class in an epoch, by chance.) All is a pure function of labels,
-    seed and epoch.
+    An epoch keeps its length n: position q has class q mod C. Each class goes through a permutation of its samples,
+    continues it in the next epoch, and draws a new one at its end. So samples of rare classes repeat, and two samples
+    of a class have always been used equally often, up to one use. (Draws with replacement would miss a third of the
+    rarest class in an epoch, by chance.) The order is a pure function of labels, seed and epoch.
 
-    ``fetch`` gives the samples as they are: an evaluation of the training part takes each once.
+    ``fetch`` is not balanced: an evaluation of the training part reads each sample once.
     """
 
     ordered = False
 
     def __init__(self, source: Source, ignore: int) -> None:
-        """Raises DataError where a class has no sample; ``ignore``: the label of samples that have none."""
+        """Raises DataError if a class has no sample; ``ignore``: the label of unlabeled samples (``ignore_index``)."""
         name, field = _class_label(source)
         self._source, self.sample, self.fingerprint = source, source.sample, source.fingerprint
         self.remarks, self.files = getattr(source, "remarks", ()), getattr(source, "files", ())
         self.rows = getattr(source, "rows", None)
         labels = labels_of(source, name)
-        # The ignored label is not a class, also where it lies among their numbers.
+        # ignore_index is not a class, even if it lies in [0, C).
         taken = [k for k in range(field.classes or 0) if not (field.masked and k == ignore)]
         in_order = np.argsort(labels, kind="stable")
         bounds = (np.searchsorted(labels[in_order], taken, side) for side in ("left", "right"))
@@ -65,11 +64,11 @@ class Balanced:
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
         return drawn(self._source, self.chosen(indices, seed, epoch), seed, epoch)
 
-    def chosen(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-        """Return the samples (k,) that stand at these places (k,), from 0 to n - 1, in this epoch."""
+    def chosen(self, positions: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """Map ``positions`` (k,) in [0, n) of an epoch to indices of samples (k,)."""
         classes = len(self._counts)
-        turns, labels = np.divmod(np.asarray(places, np.int64), classes)
-        # How many of each class an epoch takes: the first classes may have one more.
+        turns, labels = np.divmod(np.asarray(positions, np.int64), classes)
+        # The samples of each class in an epoch: the first classes may have one more.
         each = (len(self) + classes - 1 - np.arange(classes)) // classes
         rounds, turns = np.divmod(epoch * each[labels] + turns, self._counts[labels])
         out = np.empty(len(labels), np.int64)
@@ -82,7 +81,7 @@ class Balanced:
 
 
 def _class_label(source: Source) -> tuple[str, Field]:
-    """Return the name of the label and what it is."""
+    """Return the name and the field of the only label, which must be one class per sample."""
     if getattr(source, "ordered", False):
         raise DataError("a stream is read in its own order", where=WHERE, fix="leave it out")
     fields = source.sample.labels
@@ -96,7 +95,7 @@ def _class_label(source: Source) -> tuple[str, Field]:
 
 def labels_of(source: Source, name: str) -> np.ndarray:
     """Read the labels of all samples, (n,) int64."""
-    # Arrays and tables give them without their inputs; of other sources all samples are read, once.
-    read = getattr(source, "label", None) or (lambda name, places: source.fetch(places)[1][name])
-    places = [np.arange(start, min(start + PIECE, len(source))) for start in range(0, len(source), PIECE)]
-    return np.concatenate([np.asarray(read(name, some)).reshape(-1) for some in places]).astype(np.int64)
+    # Sources without ``label`` cannot read labels alone: their samples are read completely, once.
+    read = getattr(source, "label", None) or (lambda name, indices: source.fetch(indices)[1][name])
+    pieces = [np.arange(start, min(start + PIECE, len(source))) for start in range(0, len(source), PIECE)]
+    return np.concatenate([np.asarray(read(name, piece)).reshape(-1) for piece in pieces]).astype(np.int64)

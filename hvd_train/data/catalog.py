@@ -1,4 +1,4 @@
-"""Data sets by name: opened, divided into parts, checked, and packed."""
+"""Open a data set by name, split it into parts, check it, and pack it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from hvd_train.data.user_data import imported, user_parts
 from hvd_train.errors import DataError
 from hvd_train.protocol import Source
 
-WITHOUT_PATH = ("digits", "diabetes", "synthetic")  # what reads no file of the user
-RESIZED = ("digits", "idx", "imagefolder", "webdataset")  # what image_size works on
+WITHOUT_PATH = ("digits", "diabetes", "synthetic")  # kinds that read no file of the user
+RESIZED = ("digits", "idx", "imagefolder", "webdataset")  # kinds that image_size resizes
 TASK = TaskConfig()
 TITLES = {"train": "training", "val": "validation"}
 
@@ -44,9 +44,9 @@ def open_data(
     user_data: Any = None,
     request: DataRequest = NEW_RUN,
 ) -> DataSet:
-    """Open and check a data set; a DataError names the file or key and the way out.
+    """Open and check a data set; a DataError names the file or key, and a fix.
 
-    ``user_data``: the user's (train, val), or the function that gives it, where no ``data.name`` is.
+    ``user_data``: (train, val) from the user, or a function that returns it, used instead of ``data.name``.
     """
     if user_data is None and request.run is None:
         check_path(config)
@@ -70,7 +70,7 @@ def open_data(
     if request.run:
         looked_at = request.labels and config.target == "labels"
         run = known(config, request).named_run(request.run)
-        if config.lengths and config.lengths.mask:  # which these data do not have yet
+        if config.lengths and config.lengths.mask:  # it is added below
             run = replace(run, inputs={name: x for name, x in run.inputs.items() if name != config.lengths.mask})
         parts = {name: as_run(part, run, looked_at, where, task.ignore_index) for name, part in parts.items()}
     else:
@@ -97,7 +97,7 @@ def open_data(
 
 
 def check_path(config: DataConfig) -> None:
-    """Refuse a path that these data do not read: other samples than the user means would be taken."""
+    """Refuse a path that this kind of data ignores: the user would get other samples than expected."""
     if config.path is not None and (config.name in WITHOUT_PATH or ":" in config.name):
         fix = "a function gets data.options" if ":" in config.name else "say what reads it, as data.name: table"
         what = f"data set '{config.name}' reads no path"
@@ -107,7 +107,7 @@ def check_path(config: DataConfig) -> None:
 def _with_lengths(
     parts: Mapping[str, Source], varying: Mapping[str, Varying | None], config: DataConfig, chosen: Any
 ) -> dict[str, Source]:
-    """Put samples of different lengths together; ``chosen``: those that stand at the places of an epoch."""
+    """Wrap the parts in ``Lengths``, which pads to buckets; ``chosen``: positions of an epoch -> sample indices."""
     lengths = config.lengths
     assert lengths is not None
     made: dict[str, Source] = {}
@@ -116,7 +116,7 @@ def _with_lengths(
         if fields is None:
             fix = "give inputs as a list of arrays, one a sample; or leave data.lengths out"
             raise DataError(f"{TITLES.get(name, name)} samples have one shape", where="data.lengths", fix=fix)
-        # Buckets matter in training alone.
+        # Only training uses buckets.
         of_training = name == "train"
         buckets = buckets_of(fields.lengths, lengths) if of_training else np.zeros(0, np.int64)
         one = Lengths(part, fields, lengths, buckets, chosen if of_training else None)
@@ -126,7 +126,7 @@ def _with_lengths(
 
 
 def _divided(parts: Parts, request: DataRequest, config: DataConfig) -> dict[str, Source]:
-    """Return the parts that are asked for, of the same fields; of one whole, some samples are held out."""
+    """Return the requested parts, with the same fields; if the data are one whole, hold out a validation part."""
     where = config.path or f"data.name: {config.name}"
     if isinstance(parts, Whole):
         tests: dict[str, Source] = {"test": parts.test} if parts.test else {}
@@ -149,7 +149,7 @@ def _divided(parts: Parts, request: DataRequest, config: DataConfig) -> dict[str
 
 
 def _check_names(parts: Mapping[str, Source], config: DataConfig) -> None:
-    """Check that the labels have the names of ``data.classes``: not every kind of data takes them."""
+    """Check that the labels got the names of ``data.classes``: some kinds of data ignore that key."""
     labels = joined_samples(parts.values()).labels
     if config.classes == "auto" and labels and not any(field.names or field.classes for field in labels.values()):
         what = "auto numbers classes, and labels of these data are not classes (task.loss: cross_entropy makes them so)"
@@ -163,7 +163,7 @@ def _check_names(parts: Mapping[str, Source], config: DataConfig) -> None:
 
 
 def _check_several_classes(parts: Mapping[str, Source], config: DataConfig, task: TaskConfig) -> None:
-    """Refuse labels of a single class: its cross-entropy is 0 and its accuracy 1 from the first step on."""
+    """Refuse labels of a single class: the cross-entropy would be 0 and the accuracy 1 from the first step on."""
     labels = joined_samples(parts.values()).labels
     losses = {output: loss for output, (loss, _) in task.terms.items()}
     for name, field in labels.items():
@@ -176,7 +176,7 @@ def _check_several_classes(parts: Mapping[str, Source], config: DataConfig, task
 
 
 def _check_same_fields(parts: Mapping[str, Source], first: str, second: str, where: str) -> None:
-    """Check that two parts have the same fields; what classes occur may differ."""
+    """Check that two parts have the same fields; the classes that occur may differ."""
     fields = [
         {
             name: replace(field, classes=None, names=(), masked=False)
@@ -192,9 +192,9 @@ def _check_same_fields(parts: Mapping[str, Source], first: str, second: str, whe
 
 
 def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.World) -> Manifest:
-    """Pack a data set of any kind into ``folder``, by all ranks of ``world``.
+    """Pack a data set of any kind into ``folder``, with all ranks of ``world``.
 
-    Transforms are left to the reading: they draw anew in each epoch.
+    Transforms are not packed: they are applied when the data are read, with other random numbers in each epoch.
     """
     if config.lengths:
         fix = "leave data.lengths out, with samples of one length; or train on the data as they are"

@@ -1,7 +1,7 @@
-"""The classes of labels: their numbers 0, 1, ..., and the words or whole numbers that stand for them in the data.
+"""The classes of labels: the map from words or whole numbers in the data to class numbers 0, 1, ...
 
-A run keeps its classes. Whatever is known of them before data are read (``data.classes``, the run whose checkpoint is
-used, the training part) decides which number a word gets; a word that is none of them is refused by name.
+A run keeps this map. It comes from ``data.classes``, from the run whose checkpoint is used, or from the training
+part, whichever is known before the data are read. A word that is not in it is an error.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ MAX_NAME = 1000  # characters that a checkpoint's manifest takes
 
 
 def listing(names: Sequence[Any]) -> str:
-    """List the first names, and how many more there are."""
+    """Write the first names as text, and the number of further ones."""
     more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
     return ", ".join(map(str, names[:LISTED])) + more
 
 
 def named(noun: str, names: Sequence[Any]) -> str:
-    """Name some things of a kind: ``class cat``, or ``columns age, height``."""
+    """Write a noun with its names as text: ``class cat``, or ``columns age, height``."""
     ending = ("es" if noun.endswith("s") else "s") * (len(names) != 1)
     return f"{noun}{ending} {listing(names)}"
 
 
 def all_names(names: Sequence[str] | None, count: int) -> list[str]:
-    """Return a name for each of ``count`` classes. A class that ``names`` lacks is called by its number."""
+    """Return ``count`` class names; classes beyond ``names`` are called by their numbers."""
     return [*map(str, names or ()), *map(str, range(len(names or ()), count))]
 
 
 def values_of(names: Sequence[str]) -> np.ndarray | None:
-    """Return the whole numbers (k,) int64 that all names are; None: some are words."""
+    """Convert names to integers (k,) int64, or return None if some are not."""
     try:
         values = [int(name) for name in names]
     except ValueError:
@@ -55,13 +55,13 @@ WHOLE = "^-?[0-9]+$"  # also for pyarrow
 
 
 def numbers_of(names: Iterable[str]) -> dict[str, float] | None:
-    """Return the number that each name is, as it is written in a table; None: some are words."""
+    """Return {name: its number}, or None if some names are not decimal numbers."""
     numbers = {name: float(name) if NUMBER.fullmatch(name) else np.inf for name in names}
     return numbers if np.isfinite([*numbers.values()]).all() else None
 
 
 def two_meanings(names: Sequence[str], numbers: Sequence[int]) -> str | None:
-    """Return a name that reads as one of the labels' ``numbers``, but stands for another: '1' of '1', '2', 'none'."""
+    """Find a name that is one of ``numbers`` but has another class number, as '1' in '1', '2', 'none'; else None."""
     present, its = set(numbers), dict[str, int]()
     for name in names:
         with suppress(ValueError):
@@ -69,34 +69,34 @@ def two_meanings(names: Sequence[str], numbers: Sequence[int]) -> str | None:
     return next((name for k, name in enumerate(names) if its.get(name, k) != k and its[name] in present), None)
 
 
-MISSING = ("nan", "na", "n/a", "<na>", "null", "none")  # what programs write where there is no value
+MISSING = ("nan", "na", "n/a", "<na>", "null", "none")  # what programs write for a missing value
 
 
 def remarks_on_missing(title: str, names: Sequence[str], known: Classes) -> list[str]:
-    """Return a line where words that are numbered as classes hold one that may stand for no value."""
+    """Return a remark for each class name that probably means a missing value."""
     words = [name for name in names if name.casefold() in MISSING and name not in (known.names or ())]
     return [f"{title}: '{name}' is taken for a class (if it stands for no value, leave its rows out)" for name in words]
 
 
 def by_number(title: str, names: Sequence[str]) -> str:
-    """Return the note for a user where whole numbers meet classes that have names."""
+    """Return the remark for integer labels of classes that have names."""
     listed = listing([f"{name} {k}" for k, name in enumerate(names)])
     return f"{title} are whole numbers without names: they are taken as {listed}"
 
 
 def unknown(words: Sequence[Any], whose: str, names: Sequence[str], where: str) -> DataError:
-    """Make the error for classes that are none of ``names``, which ``whose`` has."""
+    """Make the error for classes ``words`` that are not in ``names``, the classes of ``whose``."""
     what = f"unknown {named('class', words)}: {whose} has {listing(names)}"
     return DataError(what, where=where, fix="mend the labels, or leave these samples out")
 
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes of a label, as far as they are known before it is read.
+    """What is known of the classes of a label before the label is read.
 
-    count: how many there are. names: in the order of their numbers; (): they have none; None: not known. auto: the
-    values that occur are the names. whose: who knows it, for messages. samples: how many other parts of the data hold;
-    trained: how many classes the training part has.
+    count: the number of classes. names: in the order of class numbers; () if they have none; None if not known. auto:
+    use the values that occur as names. whose: where the names come from, for messages. samples: the number of samples
+    in the training part. trained: the number of classes in the training part.
     """
 
     count: int | None = None
@@ -107,13 +107,13 @@ class Classes:
     trained: int | None = None
 
     def strange(self, words: Sequence[Any], where: str) -> DataError:
-        """Make the error for classes that are none of these."""
+        """Make the error for unknown classes."""
         return unknown(words, self.whose, self.names or (), where)
 
 
 @dataclass(frozen=True)
 class Known:
-    """The classes of each label, all fields where the data are for a finished run, and those of the training part."""
+    """The classes of each label before the data are read, and the fields of the trained run and the training part."""
 
     default: Classes = Classes()
     each: Mapping[str, Classes] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Known:
 
     @classmethod
     def of(cls, config: DataConfig, run: Sample | None = None) -> Known:
-        """Collect what is known of classes; ``run``: the sample of the run whose checkpoint is used."""
+        """Combine ``data.classes`` with the fields of the run whose checkpoint is used."""
         setting = config.classes
         whose = "data.classes" if setting else ""
         named = setting if isinstance(setting, dict) else {}
@@ -147,7 +147,7 @@ class Known:
         return cls(default, known_labels, run)
 
     def with_count(self, count: int | None) -> Known:
-        """Return the same, with ``count`` classes where no number is known."""
+        """Return a copy with ``count`` classes for each label whose number of classes is not known."""
 
         def one(known: Classes) -> Classes:
             return known if known.names or known.count else replace(known, count=count)
@@ -155,37 +155,37 @@ class Known:
         return Known(one(self.default), {name: one(known) for name, known in self.each.items()}, self.run)
 
     def after(self, train: Source) -> Known:
-        """Return the same for another part of the data, which keeps to the names or numbers of the training part."""
+        """Return what is known once the training part has been read: other parts use its class names or numbers."""
         labels = train.sample.labels
         known_labels = {}
         for name, label_field in labels.items():
             known = self.label(name, len(labels) == 1)
             if label_field.classes and known.whose != "the run":
-                # Also (), of numbers: another part's words would be numbered by themselves.
+                # Also () for classes without names: words of another part must be refused, not numbered.
                 names = label_field.names
                 known = replace(known, names=names, auto=False, whose=known.whose or TRAINING)
             known_labels[name] = replace(known, samples=len(train), trained=label_field.classes)
         return Known(self.default, known_labels, self.run, train.sample)
 
     def named_run(self, run: Sample) -> Sample:
-        """Give ``run`` the names of ``data.classes`` where it has none."""
+        """Return the fields of ``run``, with the names of ``data.classes`` for labels that have none."""
         labels = {name: replace(field, names=self.each[name].names or ()) for name, field in run.labels.items()}
         return replace(run, labels=labels)
 
     def label(self, name: str, alone: bool) -> Classes:
-        """Return the classes of a label; ``alone``: it is the only one, which other data may call by another name."""
+        """Return the classes of a label; if it is the only one (``alone``), its name need not match."""
         if name not in self.each and alone and len(self.each) == 1:
             return next(iter(self.each.values()))
         return self.each.get(name, self.default)
 
     def input(self, name: str, alone: bool) -> Field | None:
-        """Return an input's field in the run; None: a new run."""
+        """Return the field of an input in the trained run, or None."""
         fields = self.run.inputs if self.run else {}
         return next(iter(fields.values())) if alone and len(fields) == 1 else fields.get(name)
 
 
 class Words:
-    """Labels that are words: codes (n,) int64 of ``names``, which are in alphabetical order."""
+    """Labels that are words, as codes (n,) int64 into ``names``, which are sorted."""
 
     dtype = np.dtype(np.int64)
 
@@ -194,7 +194,7 @@ class Words:
 
     @classmethod
     def read(cls, values: np.ndarray) -> Words:
-        """Return the numbers of an array of texts, (n,) or (n, 1)."""
+        """Make it from an array of texts, (n,) or (n, 1)."""
         names, codes = np.unique(values.reshape(-1), return_inverse=True)
         return cls(codes.astype(np.int64), [str(name) for name in names])
 
@@ -207,24 +207,24 @@ class Words:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Values as the data hold them -> numbers of classes. ``values``: rising; ``places``: the number of each."""
+    """A map from values in the data to class numbers. ``values``: sorted; ``numbers``: the class number of each."""
 
     values: np.ndarray
-    places: np.ndarray
-    ignore: int  # a value that stays as it is
+    numbers: np.ndarray
+    ignore: int  # ignore_index, which is not mapped
 
     @classmethod
-    def of(cls, values: Sequence[int] | np.ndarray, places: Sequence[int] | np.ndarray, ignore: int) -> Lookup | None:
-        """Make a lookup; None: every value is the number of its class already."""
-        listed, numbers = np.asarray(values, np.int64), np.asarray(places, np.int64)
-        if np.array_equal(listed, numbers):
+    def of(cls, values: Sequence[int] | np.ndarray, numbers: Sequence[int] | np.ndarray, ignore: int) -> Lookup | None:
+        """Make a lookup, or return None if every value equals its class number."""
+        listed, numbered = np.asarray(values, np.int64), np.asarray(numbers, np.int64)
+        if np.array_equal(listed, numbered):
             return None
         order = np.argsort(listed)
-        return cls(listed[order], numbers[order], ignore)
+        return cls(listed[order], numbered[order], ignore)
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """Return the numbers of the classes; unknown values become -1."""
+        """Map values to class numbers; unknown values become -1."""
         x = x.astype(np.int64, copy=False)
         at = np.minimum(np.searchsorted(self.values, x), len(self.values) - 1)
-        numbers = np.where(self.values[at] == x, self.places[at], -1)
+        numbers = np.where(self.values[at] == x, self.numbers[at], -1)
         return np.where(x == self.ignore, x, numbers)

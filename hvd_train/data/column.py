@@ -1,4 +1,4 @@
-"""One named array of all samples, and the field that it becomes."""
+"""A named array of all samples, and its conversion to a field of a batch."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from hvd_train.errors import DataError
 from hvd_train.protocol import Field
 
 INPUT, LABEL = "input", "label"  # names of arrays that came without one
-# Types that not every framework computes with travel as the next larger one; all numbers with a fraction in 32 bits.
-ROUNDING = 1e-3  # of masks that were resized
-# Of the spread of a column: an error that a user should know of. Of its largest value: no difference.
+ROUNDING = 1e-3  # tolerance for labels in [0, 1]: masks that were resized
+# Rounding errors above COARSE x (max - min) deserve a remark; spreads below SAME x the largest value count as none.
 COARSE, SAME = 1e-3, 1e-12
+# Not every framework computes with these types, so they become the next larger one.
 TRAVEL = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 
 
 def is_class(number: int, classes: int | None) -> bool:
-    """Return whether ``number``, as of ``task.ignore_index``, is one of so many classes."""
+    """Return whether ``number`` (such as ``task.ignore_index``) is in [0, classes)."""
     return 0 <= number < (classes or 0)
 
 
 @dataclass(frozen=True)
 class Column:
-    """One named array of all samples: ``values`` needs only ``shape``, ``dtype``, ``len`` and ``[rows]``.
+    """A named array of all samples: ``values`` needs only ``shape``, ``dtype``, ``len`` and ``[rows]``.
 
-    ``title``: what messages call it; ``lookup``: from values to the numbers of their classes; ``yes_or_no``: the loss
-    bce takes them, which has no lower bound for others than 0 to 1.
+    ``title``: its name in messages; ``lookup``: values -> class numbers; ``yes_or_no``: labels of the loss bce, which
+    has no lower bound for labels outside of [0, 1].
     """
 
     title: str
@@ -47,14 +47,14 @@ class Column:
     ) -> Column:
         """Make the column of an input (n, ...).
 
-        ``ids``: bytes are taken as they are, else they are values between 0 and 1. ``alone``: the only input, of which
-        (height, width) gets a channel axis if it is an image. ``images``: as ``is_image``.
+        ``ids``: bytes are ids, else they are divided by 255. ``alone``: the only input and unnamed: if it is an image
+        (height, width), it gets a channel axis. ``images``: as in ``is_image``.
         """
         kind, shape = np.dtype(values.dtype), tuple(int(k) for k in values.shape[1:])
         if kind.kind not in "fuib":
             raise DataError(f"{title} of type {kind}", where=where, fix="store them as uint8 or float32")
         dtype = "float32" if kind.kind == "f" else TRAVEL.get(kind.name, kind.name)
-        # Bytes of an image travel as bytes and are divided on the device.
+        # Bytes are copied to the device as bytes and divided there.
         divisor = 255.0 if kind == np.uint8 and not ids else 1.0
         image = is_image(shape, kind, alone, images)
         field = Field((*shape, 1) if image and len(shape) == 2 else shape, dtype, divisor, image=image)
@@ -70,10 +70,10 @@ class Column:
         images: bool | None = None,
         inputs: Sequence[Field] = (),
     ) -> Column:
-        """Make the column of labels (n, ...) that are not classes: numbers, or images as inputs are.
+        """Make the column of labels (n, ...) that are not classes, but numbers or images.
 
-        ``as_stored``: a function of the user takes them; else (n, 1) is (n,). ``inputs``: their fields; a label at each
-        place of an image is an image, too.
+        ``as_stored``: for a user's loss (n, 1) is kept, else it becomes (n,). ``inputs``: the fields of the inputs; a
+        label per pixel of an image is an image, too.
         """
         kind, shape = np.dtype(values.dtype), tuple(int(k) for k in values.shape[1:])
         if len(shape) > (2 if as_stored else 1):
@@ -86,14 +86,14 @@ class Column:
         return cls(title, values, Field(() if shape == (1,) and not as_stored else shape, dtype), where)
 
     def of(self, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Convert some samples to the type and shape of the field; ``rows``: their places, for messages."""
+        """Convert values of the samples ``rows`` to the dtype and shape of the field."""
         if self.lookup:
             values = self.lookup(values)
         if self.field.dtype == "float32":
-            # What overflows becomes infinite and is found below.
+            # Values that overflow become infinite and are found below.
             with np.errstate(over="ignore"):
                 values = values.astype(np.float32, copy=False)
-                # Cheaper than looking at each; may overflow without a fault.
+                # Cheaper than a test of each value; the sum itself may overflow.
                 finite = math.isfinite(np.sum(values))
             if not finite:
                 self.check(np.isfinite(values), rows, "NaN or infinity")
@@ -105,7 +105,7 @@ class Column:
         return values.astype(self.field.dtype, copy=False).reshape(len(rows), *self.field.shape)
 
     def check_kept(self, values: np.ndarray, rows: np.ndarray, is_input: bool) -> None:
-        """Check that samples of another type than the first one lose nothing in its type, and have its scale."""
+        """Check that values can be cast to the dtype of sample 0 without loss, and have the same scale."""
         first = np.dtype(self.values.dtype)
         kinds = {first, values.dtype}
         divided = self.field.divisor != 1 or (first.kind == "f" and (is_input or len(self.field.shape) > 1))
@@ -123,7 +123,7 @@ class Column:
             raise DataError(what, where=self.where, fix="give all samples one type: np.asarray(x, np.float32)")
 
     def check(self, entries: np.ndarray, rows: np.ndarray, what: str) -> None:
-        """Check that all entries are good (True); ``what``: what a bad one is, for the message."""
+        """Raise DataError unless all ``entries`` (k, ...) are True; ``what`` describes a bad one."""
         good = entries.reshape(len(entries), -1).all(axis=1)
         if not good.all():
             if entries.ndim == 2 and len(entries) > 1 and not (columns := entries.any(axis=0)).all():
@@ -136,12 +136,12 @@ class Column:
             raise DataError(f"sample {bad} holds {what}", where=self.where, fix="mend or remove it")
 
     def remark_on_rounding(self, values: np.ndarray) -> str:
-        """Return a line where numbers (n, ...) of 64 bits, as times and ids are, lose in 32 what they differ by."""
+        """Return a remark if float32 cannot tell 64-bit values (n, ...) apart, such as times and ids; else ""."""
         with np.errstate(over="ignore", invalid="ignore"):
             stored = values.astype(np.float32)
             whole = (values == np.rint(values)) & np.isfinite(values)
             lost = whole & (stored.astype(values.dtype) != values)
-        # The same lines for all parts of the data, so that they are printed once.
+        # The same text for all parts of the data, so that it is printed once.
         if lost.any():
             return (
                 f"{self.title} hold whole numbers above 2^24, which 32 bits round (leave out ids; count times from 0)"
@@ -152,7 +152,7 @@ class Column:
 
     @property
     def note(self) -> str:
-        """Return a line for the user about the type; bytes and whole numbers can mean two things."""
+        """Return a line for the user about the dtype, because bytes and integers are ambiguous."""
         kind = np.dtype(self.values.dtype)
         if self.field.divisor != 1:
             return f"{self.title} are uint8 and are divided by 255 (ids, as of tokens, must be stored as int32)"
@@ -164,20 +164,20 @@ class Column:
 
 
 def loses_differences(values: np.ndarray, stored: np.ndarray) -> np.ndarray:
-    """Return for each column of float64 ``values`` (n, ...) whether 32 bits, ``stored``, lose what they differ by.
+    """Return for each column of float64 ``values`` (n, ...) if their float32 copy ``stored`` loses the differences.
 
-    Seconds since 1970 have steps of 128 in 32 bits, also with a fraction.
+    For example, float32 has steps of 128 for seconds since 1970.
     """
     rows = np.asarray(values, np.float64).reshape(len(values), -1)
     with np.errstate(invalid="ignore", over="ignore"):
         error = np.abs(stored.reshape(rows.shape) - rows).max(axis=0)
         spread, largest = np.ptp(rows, axis=0), np.abs(rows).max(axis=0)
-        # Below that, values are equal but for the rounding of earlier sums.
+        # A smaller spread is rounding noise of earlier sums: the values are equal.
         return (spread > SAME * largest) & (error > COARSE * spread)
 
 
 def check_no_mask(value: Any, name: str, where: str) -> None:
-    """Refuse missing values of a masked array: below its mask lie other numbers."""
+    """Refuse a masked array with missing values: the numbers under its mask are arbitrary."""
     if np.ma.is_masked(value):
         missing = np.argwhere(np.ma.getmaskarray(value))
         first = ", ".join(map(str, missing[0].tolist()))
@@ -186,9 +186,9 @@ def check_no_mask(value: Any, name: str, where: str) -> None:
 
 
 def is_image(shape: tuple[int, ...], kind: np.dtype, alone: bool, images: bool | None) -> bool:
-    """Return whether samples of this shape are images: (height, width), if ``alone`` as an input, or with channels.
+    """Return whether samples of this shape are images: (height, width, channels), or (height, width) if ``alone``.
 
-    ``images``: what the configuration or the kind of data says; None: bytes are, and what has 1 or 3 channels.
+    ``images``: the configuration or the kind of data decides; None: uint8 is an image, and so are 1 or 3 channels.
     """
     if len(shape) not in ((2, 3) if alone else (3,)):
         return False

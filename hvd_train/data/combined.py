@@ -1,4 +1,4 @@
-"""Sources made of other sources."""
+"""Sources that combine or relabel other sources."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hvd_train.protocol import Fields, Sample, Source
 
 
 def joined_samples(parts: Iterable[Source]) -> Sample:
-    """Join the fields of all parts."""
+    """Merge the fields of all parts."""
     return reduce(Sample.joined, (part.sample for part in parts))
 
 
 class Joined:
-    """Several parts of one data set, one after the other."""
+    """The concatenation of several parts of a data set."""
 
     def __init__(self, parts: Sequence[Source]) -> None:
         self._parts, self._ends = parts, np.cumsum([len(part) for part in parts])
@@ -39,7 +39,7 @@ class Joined:
         return int(self._ends[-1])
 
     def _of_parts(self, indices: np.ndarray) -> tuple[list[tuple[Source, np.ndarray]], np.ndarray]:
-        """Return (a part, its samples) for each part of the indices, and the way back from their order."""
+        """Split indices by part; return (part, indices in it) for each, and the permutation that restores the order."""
         which = np.searchsorted(self._ends, indices, "right")
         numbers = np.unique(which).tolist()
         starts = self._ends - [len(part) for part in self._parts]
@@ -47,9 +47,9 @@ class Joined:
         pieces = [(self._parts[k], np.asarray(indices)[at] - starts[k]) for k, at in zip(numbers, places, strict=True)]
         return pieces, np.argsort(np.concatenate(places))
 
-    def _label(self, name: str, places: np.ndarray) -> np.ndarray:
-        """Return the labels of this name, (k, ...), of the samples at these places (k,); no input is read."""
-        pieces, back = self._of_parts(places)
+    def _label(self, name: str, indices: np.ndarray) -> np.ndarray:
+        """Return label ``name`` (k, ...) of the samples ``indices`` (k,) without reading their inputs."""
+        pieces, back = self._of_parts(indices)
         return np.concatenate([part.label(name, rows) for part, rows in pieces])[back]  # type: ignore[attr-defined]
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
@@ -63,7 +63,7 @@ class Joined:
 
 
 class InputsAsLabels:
-    """Another source's samples, whose labels are their inputs (``data.target: inputs``)."""
+    """A source that wraps another one and returns the inputs as labels (``data.target: inputs``)."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

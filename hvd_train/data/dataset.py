@@ -1,4 +1,4 @@
-"""A data set: its parts by name, and the request for which it is opened."""
+"""A data set with its parts, and the request to open one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hvd_train.protocol import Sample, Source
 
 @dataclass(frozen=True)
 class DataRequest:
-    """The request for which data are opened.
+    """The parts and fields that a command needs of a data set.
 
-    run: the fields of the run whose checkpoint is used; None: a new run. split: train, val, test or all; None: the
-    training part and the validation part. labels: whether they are looked at. test: a test part is wanted, too.
-    vocabulary: the run's, of a text.
+    run: the fields of the run whose checkpoint is used; None: a new run. split: train, val, test or all; None: train
+    and val. labels: whether labels are needed. test: whether a test part is opened, too. vocabulary: the tokenizer of
+    the run, as JSON.
     """
 
     run: Sample | None = None
@@ -32,7 +32,7 @@ class DataRequest:
 
     @property
     def reads_test(self) -> bool:
-        """Return whether a test part is opened; training does not look at it."""
+        """Return whether a test part is opened; training does not need it."""
         return self.test or self.split in ("test", "all")
 
 
@@ -41,22 +41,22 @@ NEW_RUN = DataRequest()
 
 @dataclass(frozen=True)
 class Whole:
-    """Samples of which ``fraction`` is held out for validation, and a test part, if there is one."""
+    """Samples that are not yet split into training and validation (``fraction``), and a test part, if any."""
 
     samples: Arrays
     fraction: float
     test: Source | None = None
 
 
-# The parts by their names: train, val and test; or what is to be divided.
+# Parts by name (train, val, test), or samples still to be split.
 Parts = dict[str, Source] | Whole
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Sources of the same kind, by the names of their parts: train, val and test, or all.
+    """The sources of a data set by the names of their parts: train, val and test, or all.
 
-    A training has at least train and val. ``vocabulary``: of a text whose words are numbered, as JSON.
+    A training has at least train and val. ``vocabulary``: the tokenizer of a text, as JSON.
     """
 
     name: str
@@ -77,23 +77,23 @@ class DataSet:
 
     @property
     def remarks(self) -> list[str]:
-        """Return the notes for a user of all parts, each line once."""
+        """Return the remarks of all parts, each line once."""
         return list(dict.fromkeys(line for part in self.parts.values() for line in getattr(part, "remarks", ())))
 
     @property
     def fingerprint(self) -> str:
-        """A hash that is equal for equal data, wherever it lies."""
+        """Return a hash of the contents, independent of paths."""
         fingerprints = " ".join(part.fingerprint for part in self.parts.values())
         return hashlib.sha256(fingerprints.encode()).hexdigest()[:12]
 
 
 def known(config: DataConfig, request: DataRequest, count: int | None = None) -> Known:
-    """Return the classes known before the data are read; ``count``: of a data set that always has so many."""
+    """Return the classes known before the data are read; ``count``: the data set's fixed number of classes, if any."""
     return Known.of(config, request.run).with_count(count)
 
 
 def class_task(task: TaskConfig) -> TaskConfig:
-    """Return the task for data whose labels are classes whatever the loss is, as a loss of the user's may take them."""
+    """Return a task whose labels are classes whatever the loss is: a loss of the user may take classes, too."""
     return TaskConfig(ignore_index=task.ignore_index)
 
 

@@ -1,4 +1,4 @@
-"""The kind of data of a file or folder, from its name and its contents."""
+"""Guess the kind of data of a file or folder."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SUFFIXES = {
 
 
 def kind_of(path: Path) -> str:
-    """Return the data.name of a file or folder by its looks."""
+    """Guess data.name from the name and the contents of a file or folder."""
     if path.is_dir():
         listed = [name for pattern, name in MARKS.items() if next(path.glob(pattern), None)]
         files = (file for file in path.iterdir() if SUFFIXES.get(file.suffix.lower()) == "table")
         tables = any(part_of(file.stem) == "train" for file in files)
         if listed or tables:
             return listed[0] if listed else "table"
-        # The archive from which images were unpacked may lie beside them.
+        # The archive of unpacked images may lie beside them.
         return "webdataset" if tar_files(path) and not holds_images(path) else "imagefolder"
     if not path.exists():
         raise DataError("there is no such file or folder", where=str(path))

@@ -1,4 +1,4 @@
-"""Data for a finished run: its fields by their names, its columns in their order, its classes by their numbers."""
+"""Map new data to the fields of a trained run: names of fields, order of columns, numbers of classes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hvd_train.protocol import Field, Fields, Sample, Source
 
 @dataclass(frozen=True)
 class FieldMap:
-    """The way from the data to a field of the run.
+    """The conversion of a field of the data to a field of the run.
 
-    ``name``: the field's in the data; ``order``: of its columns; ``lookup``: from its numbers of classes to the run's;
-    ``dtype``: the type of its numbers. None: as it is.
+    ``name``: its name in the data; ``order``: the columns to take; ``lookup``: class numbers in the data -> in the run;
+    ``dtype``: the type to cast to. None: no change.
     """
 
     name: str
@@ -46,7 +46,7 @@ class FieldMap:
 
 
 class Fitted:
-    """Another source's samples as a run knows them; labels that are not looked at are zeros."""
+    """A source that wraps another one and returns the fields of a trained run; labels not needed are zeros."""
 
     def __init__(
         self,
@@ -84,22 +84,22 @@ class Fitted:
         )
 
     def _zeros(self, name: str, count: int) -> np.ndarray:
-        """Return labels that nobody looks at: batches have the fields of the run all the same."""
+        """Return placeholder labels, so that batches have all fields of the run."""
         field = self.sample.labels[name]
         return np.zeros((count, *field.shape), field.dtype)
 
-    def _label(self, name: str, places: np.ndarray) -> np.ndarray:
-        """Return the labels of this name, (k, ...), of the samples at these places (k,); no input is read."""
+    def _label(self, name: str, indices: np.ndarray) -> np.ndarray:
+        """Return label ``name`` (k, ...) of the samples ``indices`` (k,) without reading their inputs."""
         if name not in self._labels:
-            return self._zeros(name, len(places))
+            return self._zeros(name, len(indices))
         field_map = self._labels[name]
-        return field_map({field_map.name: self._source.label(field_map.name, places)})  # type: ignore[attr-defined]
+        return field_map({field_map.name: self._source.label(field_map.name, indices)})  # type: ignore[attr-defined]
 
 
 def as_run(source: Source, run: Sample, labels: bool, where: str, ignore: int) -> Source:
-    """Give ``source`` the fields of ``run``; a missing one is refused by name.
+    """Convert ``source`` to the fields of ``run``; a missing field is a DataError.
 
-    ``labels``: whether they are looked at. ``ignore``: the label of places that do not count.
+    ``labels``: whether labels are needed. ``ignore``: task.ignore_index.
     """
     remarks: list[str] = []
     inputs = _matched("input", run.inputs, source.sample.inputs, where, remarks)
@@ -126,11 +126,11 @@ def as_run(source: Source, run: Sample, labels: bool, where: str, ignore: int) -
     return source if same and not remarks else Fitted(source, sample, input_maps, label_maps, remarks)
 
 
-WIDTHS = ("bool", "int64", "float32")  # types of labels that are numbers, each of which takes all before it
+WIDTHS = ("bool", "int64", "float32")  # dtypes of labels that are not classes; each can hold the ones before
 
 
 def _widest(fields: Iterable[Field]) -> str | None:
-    """Return the type that takes the numbers of all these labels; None: some are classes, or images."""
+    """Return the dtype that holds the numbers of all these labels, or None if some are classes or images."""
     kinds = [field.dtype if field.divisor == 1 and not field.classes else "" for field in fields]
     return max(kinds, key=WIDTHS.index) if all(kind in WIDTHS for kind in kinds) else None
 
@@ -140,7 +140,7 @@ def _other(field: Field, dtype: str | None) -> str | None:
 
 
 def of_one_type(parts: Mapping[str, Source]) -> dict[str, Source]:
-    """Give labels that are numbers the same type in all parts: one may hold fractions, and another whole numbers."""
+    """Convert labels that are numbers to the same dtype in all parts: one part may hold fractions, another integers."""
     made = dict(parts)
     samples = [part.sample for part in parts.values()]
     shared = [name for name in samples[0].labels if all(name in sample.labels for sample in samples)]
@@ -157,7 +157,7 @@ def of_one_type(parts: Mapping[str, Source]) -> dict[str, Source]:
 
 
 def _remark_on_label(name: str, run: Field, data: Field, dtype: str | None, remarks: list[str]) -> None:
-    """Add a line where labels are of another kind or scale than in the run."""
+    """Add a remark if labels have another kind, dtype or scale than in the run."""
     if data.names and not run.classes:
         remarks.append(f"labels '{name}' are classes, and the run was trained with numbers: {_numbers(data)}")
     elif run.names and not data.classes:
@@ -175,7 +175,7 @@ def _numbers(field: Field) -> str:
 def _matched(
     kind: str, run: Mapping[str, Field], data: Mapping[str, Field], where: str, remarks: list[str]
 ) -> dict[str, str]:
-    """Return {name in the run: name in the data}; a single field needs no name."""
+    """Match fields by name: {name in the run: name in the data}. A single field matches whatever its name."""
     if len(run) == len(data) == 1:
         (name,), (its,) = run, data
         if name != its and not {name, its} & {INPUT, LABEL}:
@@ -204,7 +204,7 @@ def _input(name: str, run: Field, data: Field, where: str, remarks: list[str]) -
 
 
 def on_normalization(run: Sample, sample: Sample) -> list[str]:
-    """Return a line for each input that is normalized by other numbers than in the run, or in one of both alone."""
+    """Return a remark for each input that is normalized differently than in the run."""
     lines = []
     for name, field in run.inputs.items():
         its = sample.inputs.get(name)
@@ -226,7 +226,7 @@ def _scale(field: Field) -> str:
 
 
 def _order(run: Field, data: Field, where: str, remarks: list[str]) -> np.ndarray | None:
-    """Return the places of the run's columns in the data; None: as they stand."""
+    """Return the indices of the run's columns in the data; None: the same order."""
     if run.columns and not data.columns:
         remarks.append(f"the data do not name their columns: they are taken as {listing(run.columns)}")
     if not run.columns or not data.columns or run.columns == data.columns:
@@ -251,8 +251,7 @@ def _classes_of(run: Field, data: Field) -> Field:
 
 
 def _lookup(name: str, run: Field, data: Field, where: str, remarks: list[str], ignore: int) -> Lookup | None:
-    """Map the data's numbers of classes to the run's of the same names. A number without a name is called as
-    it is."""
+    """Map class numbers in the data to those of the run, by class name; a class without a name is its number."""
     if not run.classes or not data.classes:
         return None
     if data.names:

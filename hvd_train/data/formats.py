@@ -1,4 +1,4 @@
-"""File formats: IDX, CIFAR-10, NumPy, HDF5, text. Every fault names the file."""
+"""Read IDX, CIFAR-10, NumPy, HDF5 and text files. Every error names the file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hvd_train.errors import DataError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 PIECE = 1 << 20  # bytes
-LEAST_STORED = 100_000  # no compression makes so many bytes of one
-Choose = Callable[[list[str]], list[str]]  # the names of a file's arrays -> which to read
+LEAST_STORED = 100_000  # above the ratio of any compression
+Choose = Callable[[list[str]], list[str]]  # the names of all arrays in a file -> the names to read
 
 
 def unreadable(path: Path | str, error: Exception, kind: str) -> DataError:
@@ -33,35 +33,35 @@ def unreadable(path: Path | str, error: Exception, kind: str) -> DataError:
     return DataError(f"no readable {kind}: {reason}", where=str(path), fix="make or fetch the file again")
 
 
-# ---- what scikit-learn brings
+# ---- data sets within scikit-learn
 
 
-def _brought(name: str, **options: Any) -> np.ndarray:
-    """Read a file of scikit-learn's."""
-    # Without importing it, which would cost each rank 1.5 s.
+def _from_sklearn(name: str, **options: Any) -> np.ndarray:
+    """Read a data file of the scikit-learn package."""
+    # Without importing it, which would take 1.5 s on each rank.
     (package,) = find_spec("sklearn").submodule_search_locations  # type: ignore[union-attr, misc]
     return np.loadtxt(Path(package) / "datasets" / "data" / name, **options)
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Return images (1797, 8, 8) from 0 to 16, and labels (1797,)."""
-    table = _brought("digits.csv.gz", delimiter=",", dtype=np.int64)
+    """Return images (1797, 8, 8) with values 0 to 16, and labels (1797,)."""
+    table = _from_sklearn("digits.csv.gz", delimiter=",", dtype=np.int64)
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1]
 
 
 def read_diabetes() -> tuple[np.ndarray, np.ndarray]:
-    """Return ten measures of each patient (442, 10), and how far the disease came in a year (442,), 25 to 346.
+    """Return ten measurements of each patient (442, 10), and the progression after a year (442,), 25 to 346.
 
     Efron et al. 2004, "Least Angle Regression".
     """
-    return _brought("diabetes_data_raw.csv.gz"), _brought("diabetes_target.csv.gz")
+    return _from_sklearn("diabetes_data_raw.csv.gz"), _from_sklearn("diabetes_target.csv.gz")
 
 
 # ---- IDX
 
 
 def find_idx(folder: Path, name: str, axes: int) -> Path:
-    """Find the file of an MNIST part: both spellings, plain before .gz."""
+    """Find an IDX file, spelled "-idx" or ".idx"; a plain file is preferred to a .gz file."""
     names = [f"{name}{dot}idx{axes}-ubyte{gz}" for gz in ("", ".gz") for dot in ("-", ".")]
     for candidate in names:
         if (folder / candidate).exists():
@@ -72,7 +72,7 @@ def find_idx(folder: Path, name: str, axes: int) -> Path:
 def read_idx(path: Path, axes: int) -> np.ndarray:
     """Read an IDX file of unsigned bytes: two zero bytes, type 8, number of axes, big-endian sizes, then the data.
 
-    A plain file is memory-mapped; a .gz file is unpacked only as far as its header promises.
+    A plain file is memory-mapped. A .gz file is unpacked up to the size in its header.
     """
     start = 4 + 4 * axes
     try:
@@ -111,7 +111,7 @@ def _idx_shape(path: Path, head: bytes, axes: int) -> tuple[int, ...]:
 
 
 def _read(stream: Any, limit: int) -> bytes:
-    """Read at most ``limit`` bytes; a compressed stream that breaks off gives what came before."""
+    """Read at most ``limit`` bytes; fewer if a compressed stream is truncated."""
     pieces, left = [], limit
     while left:
         try:
@@ -132,7 +132,7 @@ CIFAR_SIDE, CIFAR_RECORD = 32, 1 + 3 * 32 * 32  # a byte for the label, then red
 
 
 class CifarRows:
-    """Images by rows, (n, 32, 32, 3) uint8, of mapped files of records."""
+    """Images (n, 32, 32, 3) uint8 in memory-mapped CIFAR-10 files, read row by row."""
 
     dtype = np.dtype(np.uint8)
 
@@ -178,7 +178,7 @@ def read_cifar10(folder: Path, part: str) -> tuple[CifarRows, np.ndarray]:
 
 # ---- NumPy
 
-# What NumPy and zipfile raise for files that are damaged.
+# What NumPy and zipfile raise for damaged files.
 BROKEN_ARRAY = (
     OSError, ValueError, EOFError, SyntaxError, KeyError, TypeError, OverflowError, MemoryError, NotImplementedError,
     RuntimeError, struct.error, zipfile.BadZipFile, zlib.error,
@@ -213,8 +213,8 @@ def read_npz(path: Path, choose: Choose) -> dict[str, Any]:
 
 
 def _check_header(stream: Any, size: int, where: str) -> None:
-    """Check that a file of ``size`` bytes is as long as its header promises."""
-    # NumPy itself would take the memory first.
+    """Check that an .npy file of ``size`` bytes has the length that its header states."""
+    # NumPy itself would allocate the memory first.
     version = np.lib.format.read_magic(stream)
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in readers:
@@ -227,7 +227,7 @@ def _check_header(stream: Any, size: int, where: str) -> None:
 
 
 def read_npy_folder(path: Path, choose: Choose) -> dict[str, Any]:
-    """Map the files of a folder into memory."""
+    """Memory-map the .npy files of a folder."""
     arrays = {}
     for name in choose(sorted(file.stem for file in path.glob("*.npy"))):
         file = path / f"{name}.npy"
@@ -243,18 +243,18 @@ def read_npy_folder(path: Path, choose: Choose) -> dict[str, Any]:
 
 # ---- HDF5
 
-# Attributes of netCDF by which the numbers that are stored stand for others. With the last one, -1 of a byte is 255.
+# netCDF attributes that change the meaning of stored numbers. With the last one, a byte of -1 means 255.
 PACKED = ("scale_factor", "add_offset", "_Unsigned")
 
 
 class Hdf5Rows:
-    """A dataset of an HDF5 file by rows, for several threads; each process opens the file for itself."""
+    """A dataset of an HDF5 file, read row by row; thread-safe, and reopened after a fork."""
 
     def __init__(self, path: Path, name: str, lock: threading.Lock, dataset: Any) -> None:
         self._path, self._name, self._lock = path, name, lock
         self.shape: tuple[int, ...] = dataset.shape or ()
         self.dtype = dataset.dtype
-        # As netCDF says which number stands for no value; NaN is found where samples are read.
+        # netCDF's markers of missing values; NaN is found when samples are fetched.
         self._missing = [dataset.attrs[key] for key in ("_FillValue", "missing_value") if key in dataset.attrs]
         self._dataset: Any = None
         self._process = -1
@@ -263,11 +263,11 @@ class Hdf5Rows:
         return self.shape[0]
 
     def __getitem__(self, rows: Any) -> np.ndarray:
-        """rows (k,) int64 in any order, or a slice; h5py itself wants increasing indices."""
+        """Read rows (k,) int64 in any order, or a slice; h5py itself requires increasing indices."""
         unique, back = (rows, ...) if isinstance(rows, slice) else np.unique(rows, return_inverse=True)
         try:
             with self._lock:
-                # HDF5 files do not survive a fork.
+                # An open HDF5 file cannot be used after a fork.
                 if self._process != os.getpid():
                     import h5py
 
@@ -288,7 +288,7 @@ def read_hdf5(path: Path, choose: Choose) -> dict[str, Any]:
     lock, datasets = threading.Lock(), {}
     try:
         with h5py.File(path, "r") as file:
-            for name in choose([*file.keys()]):  # follows no link
+            for name in choose([*file.keys()]):  # ``keys`` follows no link
                 _refuse_foreign(path, name, file)
                 item = file[name]
                 if isinstance(item, h5py.Dataset):
@@ -303,7 +303,7 @@ def read_hdf5(path: Path, choose: Choose) -> dict[str, Any]:
 
 
 def _check_size(path: Path, name: str, item: Any) -> None:
-    """Check sizes before a row is read: HDF5 takes memory for whole chunks, and gives zeros for rows never written."""
+    """Check sizes first: HDF5 allocates whole chunks, and returns zeros for rows that were never written."""
     import h5py
 
     where, stored = f"{path}: {name}", item.id.get_storage_size()
@@ -322,7 +322,7 @@ def _check_size(path: Path, name: str, item: Any) -> None:
 
 
 def _refuse_foreign(path: Path, name: str, file: Any) -> None:
-    """Refuse a link or a virtual dataset, which could name any other file of this machine."""
+    """Refuse a link or a virtual dataset, which could point to any other file of this host."""
     import h5py
 
     what = "a link" if not isinstance(file.get(name, getlink=True), h5py.HardLink) else ""
@@ -336,7 +336,7 @@ def _refuse_foreign(path: Path, name: str, file: Any) -> None:
 
 
 def parquet_size(path: Path, names: Sequence[str]) -> int:
-    """Count the bytes of these columns in memory."""
+    """Return the uncompressed size of these columns in bytes."""
     from pyarrow import parquet
 
     about, wanted = parquet.ParquetFile(path).metadata, set(names)
@@ -349,7 +349,7 @@ def parquet_size(path: Path, names: Sequence[str]) -> int:
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file, or a folder's text files in the order of their names."""
+    """Return [path] for a file, or the text files of a folder, sorted by name."""
     if not path.is_dir():
         return [path]
     listed = sorted(file.relative_to(path).parts for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES)
@@ -361,7 +361,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 def read_text(path: Path) -> np.ndarray:
-    """The bytes of a file (mapped), or of a folder's text files one after the other."""
+    """Return the bytes of a file (memory-mapped), or of the text files of a folder, concatenated."""
     files = text_files(path)
     try:
         if len(files) == 1 and files[0].stat().st_size:
@@ -375,10 +375,10 @@ def read_text(path: Path) -> np.ndarray:
 
 
 def read_documents(path: Path) -> list[str]:
-    """The text of each file; bytes that are no UTF-8 become U+FFFD."""
+    """Return the text of each file; bytes that are not UTF-8 become U+FFFD."""
     files = text_files(path)
     try:
-        # Text is kept as 1 to 4 bytes a character, and split into sentences.
+        # Python stores 1 to 4 bytes a character, and the text is split into sentences.
         check_free(4 * sum(file.stat().st_size for file in files), "splitting the text", str(path), "give less text")
         return [file.read_text(encoding="utf-8", errors="replace") for file in files]
     except OSError as error:
@@ -386,8 +386,8 @@ def read_documents(path: Path) -> list[str]:
 
 
 def python_documents() -> list[str]:
-    """Return English that each machine has: Python's help, and the docstrings of its library, in the order of names."""
-    # Of each module that is one file, which is read and not imported.
+    """Return English text that every host has: Python's help topics and the docstrings of its standard library."""
+    # Of each module that is a single file. The files are parsed, not imported.
     from pydoc_data.topics import topics
 
     files = [path for path in sorted(Path(os.__file__).parent.glob("*.py")) if path.stem in sys.stdlib_module_names]
@@ -404,7 +404,7 @@ def docstrings(code: bytes) -> str:
 
 
 def resize(images: np.ndarray, side: int) -> np.ndarray:
-    """Resize images (n, h, w) to (n, side, side) of the same type (uint8 or float32), bilinear."""
+    """Resize images (n, h, w) of uint8 or float32 to (n, side, side), bilinear."""
     from PIL import Image
 
     out = np.empty((len(images), side, side), images.dtype)

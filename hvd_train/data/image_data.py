@@ -1,4 +1,4 @@
-"""Folders and tar files of images as a data set: the parts, and what the names of their classes are for the loss."""
+"""Data sets of images in folders or tar files: the parts, and labels from the class names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def open_webdataset(config: DataConfig, task: TaskConfig, request: DataRequest) 
 
 
 def _colored(listed: Mapping[str, images.Listing], request: DataRequest) -> bool:
-    """Return whether all images are read in color, as they are where one in any part is."""
+    """Return whether images are read in color: as in the run, or if any training or validation image is."""
     if request.run:
         return next(iter(request.run.inputs.values())).shape[-1:] == (3,)
     return any(held.colored for part, held in listed.items() if part != "test")
@@ -62,7 +62,7 @@ def _image_parts(
     classes, colored = known(config, request), _colored(listed, request)
     numbers = _numbers_of(listed, config, task, request)
     if not (numbers or request.run or config.classes):
-        remarks = [*remarks, *_remark_on_places(listed["train"], task)]
+        remarks = [*remarks, *_remark_on_positions(listed["train"], task)]
     train = _images(listed["train"], numbers, classes, colored, config, task, request, remarks)
     made = {
         part: _images(held, numbers, classes.after(train), colored, config, task, request)
@@ -100,9 +100,9 @@ def _images(
 def _numbers_of(
     listed: Mapping[str, images.Listing], config: DataConfig, task: TaskConfig, request: DataRequest
 ) -> dict[str, float]:
-    """Return the numbers that names of classes are for a loss of numbers; {}: the names are classes.
+    """Return {class name: number} if the labels are numbers, as for regression, or {} if they are classes.
 
-    All parts, and the run whose checkpoint is used, decide it together. Listed ``data.classes`` are classes.
+    The names of all parts count, and a trained run decides. With ``data.classes`` the labels are classes.
     """
     if not request.labels or config.target == "inputs":
         return {}
@@ -120,14 +120,14 @@ def _numbers_of(
     if loss == "cross_entropy" or config.classes:
         return {}
     if numbers is not None:
-        fractions = any(x != int(x) for x in numbers.values())  # which no class is called by
+        fractions = any(x != int(x) for x in numbers.values())  # no name of a class
         return numbers if loss in OF_NUMBERS or fractions else {}
     check_order(names, loss, where)
     return {}
 
 
-def _remark_on_places(held: images.Listing, task: TaskConfig) -> list[str]:
-    """Return a line where names of folders are numbers, and a loss of the user's gets others: their places."""
+def _remark_on_positions(held: images.Listing, task: TaskConfig) -> list[str]:
+    """Return a remark if folder names are numbers, but a user's loss gets their positions in alphabetical order."""
     loss, names = task.term(LABEL)[0], sorted(set(held.names))
     numbers = numbers_of(names)
     if ":" not in loss or held.numbered or numbers is None or [*numbers.values()] == [*range(len(names))]:
@@ -137,9 +137,9 @@ def _remark_on_places(held: images.Listing, task: TaskConfig) -> list[str]:
 
 
 def _labels_of(held: images.Listing, known_names: Sequence[str]) -> Any:
-    """Return the classes of the files as words, or as numbers where all .cls files hold whole ones.
+    """Return the classes of the files as words, or as integers if all .cls files hold integers.
 
-    ``known_names``: of classes; where they are words that occur, a number is one of these words.
+    ``known_names``: known class names; if some of them are words that occur, all labels are words.
     """
     names, words = set(held.names), set(known_names) if values_of(known_names) is None else set()
     whole = {name for name in names if re.fullmatch(WHOLE, name)}

@@ -1,4 +1,4 @@
-"""Folders of images: which part and class a file belongs to, what it is by its header, and its pixels."""
+"""Folders of images: find the parts and classes, read the headers, and decode the pixels."""
 
 from __future__ import annotations
 
@@ -19,54 +19,53 @@ from hvd_train.data.formats import unreadable
 from hvd_train.data.memory import check_free
 from hvd_train.errors import DataError
 
-# What a part of a data set may be called, as a folder, a file or the first half of an array's name.
+# Allowed names of the parts, as a folder, a file or the first half of an array's name.
 PART_NAMES = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "dev"),
     "test": ("test", "testing"),
 }
-# Endings that promise an image: a file that cannot be read is damaged. Others are looked at, and may be skipped.
+# Suffixes of images. A file with such a suffix must be readable; other files are tried, and skipped if they are not.
 SUFFIXES = (
     ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".avif", ".jp2", ".ppm", ".pgm",
     ".pbm", ".pnm",
 )  # fmt: skip
-# Formats that are known by their first bytes alone, whatever a file is called.
+# Formats recognized by their first bytes, whatever the suffix.
 BY_CONTENT = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "AVIF", "JPEG2000")
-# Pillow opens these, but needs other programs for their pixels.
+# Pillow opens these, but needs other programs to decode them.
 NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
-# What Pillow raises for files that are damaged.
+# What Pillow raises for damaged files.
 BROKEN = (OSError, SyntaxError, ValueError, struct.error, KeyError, IndexError, TypeError, OverflowError, EOFError)
 GRAY = ("L", "1", "LA")
-# EXIF: the tag, and values for which height and width change places.
+# The EXIF tag, and its values that swap height and width.
 ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)
-LISTED = 10  # classes that a message names
+LISTED = 10  # classes listed in a message
 NOT_IN_A_CLASS = "beside the classes"
 TOGETHER = 64  # headers that a thread reads at once
-# A network's answer takes longer than reading a header.
-THREADS = 8
+THREADS = 8  # more than cores: a network file system has a high latency
 
 
 def part_of(name: str) -> str | None:
-    """Return the part that a folder, a file or an array of this name is: train, val, test or None."""
+    """Return train, val or test if a folder, file or array of this name is that part, else None."""
     return next((part for part, names in PART_NAMES.items() if name.lower() in names), None)
 
 
 def _hidden(path: Path) -> bool:
-    """Return whether a program left it there, not the user: .ipynb_checkpoints, ._x, __MACOSX."""
+    """Return whether a program created it, not the user: .ipynb_checkpoints, ._x, __MACOSX."""
     return path.name.startswith((".", "__MACOSX"))
 
 
 def find_parts(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Return {part: its folder}, and the other folders that hold images and are not read.
+    """Return {part: its folder}, and the other folders with images, which are not read.
 
-    Without a folder for training there are no parts: the folders are classes.
+    Without a training folder there are no parts: the folders are classes.
     """
     folders = [path for path in sorted(folder.iterdir()) if path.is_dir() and not _hidden(path)]
     places: dict[str, list[Path]] = {}
     for path in folders:
         if part := part_of(path.name):
             places.setdefault(part, []).append(path)
-    # Folders of a part that hold folders, and so classes.
+    # Folders named like a part that hold folders, which must be classes.
     held = [path for part, paths in places.items() if part != "train" for path in paths if _holds_folders(path)]
     if "train" not in places:
         if held:
@@ -75,7 +74,7 @@ def find_parts(folder: Path) -> tuple[dict[str, Path], list[str]]:
             raise DataError(what, where=str(folder), fix=f"call the folder for training one of {names}")
         return {}, []
     if not (len(places) > 1 or any(_holds_folders(path) for path in places["train"])):
-        return {}, []  # a class that is called "train"
+        return {}, []  # "train" is a class
     for part, paths in places.items():
         if len(paths) > 1:
             what = f"{' and '.join(path.name for path in paths)} are the same part, {part}"
@@ -93,13 +92,13 @@ def _holds_folders(folder: Path) -> bool:
 
 
 def holds_images(folder: Path) -> bool:
-    """Return whether images lie in a folder, or in the folders in it."""
+    """Return whether a folder or one of its direct subfolders holds images."""
     places = (folder, *(path for path in folder.iterdir() if path.is_dir() and not _hidden(path)))
     return any(path.suffix.lower() in SUFFIXES for place in places for path in place.iterdir())
 
 
 class File(Protocol):
-    """An image file: a path, or a part of an archive."""
+    """An image file: a path, or a member of an archive."""
 
     @property
     def name(self) -> str: ...
@@ -110,9 +109,9 @@ class File(Protocol):
 
 @dataclass(frozen=True)
 class Header:
-    """The header of an image file: its mode, its size when it stands upright, and whether EXIF turns it.
+    """The header of an image file: its mode, (width, height) after EXIF rotation, and whether EXIF rotates it.
 
-    ``transparent``: pixels may be so; ``animated``: other images follow the first one, as in an animation or a stack.
+    ``transparent``: it has an alpha channel; ``animated``: it holds several images, as animations and stacks do.
     """
 
     mode: str
@@ -124,15 +123,15 @@ class Header:
 
 @dataclass
 class Listing:
-    """The images of one part, in the order of their classes' names and then their names, and what is skipped."""
+    """The images of one part, sorted by class name and file name, and the files that are skipped."""
 
     where: Path
     files: list[File] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # the class of each file
     headers: list[Header] = field(default_factory=list)
-    classes: list[str] = field(default_factory=list)  # every folder, with images or without
-    skipped: dict[str, Counter[str]] = field(default_factory=dict)  # class -> {what: how many}
-    numbered: bool = False  # whether a name that is a whole number is the number of the class
+    classes: list[str] = field(default_factory=list)  # every class folder, also empty ones
+    skipped: dict[str, Counter[str]] = field(default_factory=dict)  # class -> {suffix: count}
+    numbered: bool = False  # whether names that are integers are class numbers
 
     @property
     def empty(self) -> list[str]:
@@ -145,7 +144,7 @@ class Listing:
 
     @property
     def note(self) -> str:
-        """Return a line about the files that are not read."""
+        """Return a remark about skipped files and empty classes, or ""."""
         parts = [f"{name}: {_described(counts)}" for name, counts in [*self.skipped.items()][:LISTED]]
         parts += [f"and {len(self.skipped) - LISTED} more classes"] * (len(self.skipped) > LISTED)
         parts += [f"no image in {', '.join(self.empty[:LISTED])}"] * bool(self.empty)
@@ -158,7 +157,7 @@ def _described(counts: Counter[str]) -> str:
 
 
 def list_images(folder: Path, labels: bool = True) -> Listing:
-    """Read the header of every file in the class folders of ``folder``: 1.5 s for 10 000 files on one core.
+    """Read the header of every file in the class folders of ``folder`` (10 000 files: 1.5 s on one core).
 
     Without ``labels`` the files may lie in ``folder`` itself.
     """
@@ -187,7 +186,7 @@ def list_images(folder: Path, labels: bool = True) -> Listing:
 
 
 def add_images(listing: Listing, candidates: Sequence[tuple[str, File]]) -> None:
-    """Add those files of (class, file) that are images to a listing."""
+    """Add (class, file) pairs to the listing; files that are not images count as skipped."""
     for (kind, file), header in zip(candidates, _headers([file for _, file in candidates]), strict=True):
         if header is None:
             _skip(listing, kind, file)
@@ -203,7 +202,7 @@ def _skip(listing: Listing, kind: str, path: File) -> None:
 
 
 def check_no_class_is_empty(listing: Listing) -> None:
-    """Refuse a class without an image: it would vanish, and the numbers of the others change."""
+    """Refuse a class without an image: leaving it out would change the numbers of other classes."""
     if listing.empty:
         name = listing.empty[0]
         held = listing.skipped.get(name)
@@ -221,7 +220,7 @@ def _headers(files: Sequence[File]) -> Iterator[Header | None]:
 
 @cache
 def _formats() -> dict[str, str]:
-    """Return {suffix: format} of all that Pillow decodes."""
+    """Return {suffix: format} of all formats that Pillow decodes."""
     from PIL import Image
 
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # check_free says it
@@ -231,9 +230,9 @@ def _formats() -> dict[str, str]:
 
 @cache
 def _formats_of(suffix: str) -> tuple[str, ...]:
-    """Return the formats that a file with this ending may have.
+    """Return the formats to try for a file with this suffix.
 
-    One that promises an image may be any; others are as named, or what their first bytes say.
+    A suffix of an image allows all of them; others allow their own format, or those recognized by their first bytes.
     """
     if suffix in SUFFIXES:
         return tuple(dict.fromkeys((*BY_CONTENT, *_formats().values())))
@@ -242,7 +241,7 @@ def _formats_of(suffix: str) -> tuple[str, ...]:
 
 @contextmanager
 def _opened(path: File) -> Iterator[Any]:
-    """Open the image of a file, which is read no further than its header yet; faults are one line with its name."""
+    """Open an image without decoding its pixels yet; errors become a DataError with the file's name."""
     from PIL import Image
 
     try:
@@ -256,7 +255,7 @@ def _opened(path: File) -> Iterator[Any]:
 
 
 def _header(path: File) -> Header | None:
-    """Read a header; None: it is not an image, and its ending does not say that it is one."""
+    """Read a header; return None for a file that is not an image and has no suffix of one."""
     try:
         with _opened(path) as image:
             return _read_header(path, image)
@@ -271,26 +270,26 @@ def _read_header(path: File, image: Any) -> Header:
     if image.mode.startswith(("I", "F")):  # Pillow would cut their values off at 255
         raise DataError(f"an image of mode {image.mode}", where=str(path), fix="store it with 8 bits per channel")
     tag = 1
-    # A PNG file that has its EXIF at the end would have to be decoded for it.
+    # EXIF at the end of a PNG file is not read: the image would have to be decoded first.
     if "exif" in image.info or image.format == "TIFF":
-        with suppress(*BROKEN):  # what cannot be read turns nothing
+        with suppress(*BROKEN):  # unreadable EXIF means no rotation
             tag = image.getexif().get(ORIENTATION, 1)
     width, height = image.size
-    swapped = tag in LYING and image.format != "TIFF"  # whose sides Pillow itself swaps
+    swapped = tag in LYING and image.format != "TIFF"  # Pillow itself swaps the sides of TIFF
     transparent = "A" in image.getbands() or "transparency" in image.info
     animated = bool(getattr(image, "is_animated", False))
     return Header(image.mode, (height, width) if swapped else (width, height), tag != 1, transparent, animated)
 
 
 def remarks_on_pixels(listing: Listing) -> list[str]:
-    """Return a line for the user about what images hold and is not read: further images, and transparency."""
+    """Return remarks about contents that are not read: further images in a file, and transparency."""
     lines, pairs = [], [*zip(listing.files, listing.headers, strict=True)]
     animated = [file for file, header in pairs if header.animated]
     if animated:
         counted = f"{len(animated):,} {'file holds' if len(animated) == 1 else 'files hold'}"
         lines.append(f"{counted} several images, of which the first is read: {animated[0]}")
     alpha = [file for file, header in pairs if header.transparent]
-    # Many images have an alpha channel that says nothing.
+    # Many images have an alpha channel without a transparent pixel.
     seen = next((file for file in alpha[:LISTED] if _is_transparent(file)), None)
     if seen is not None:
         counted = f"{len(alpha):,} {'image has' if len(alpha) == 1 else 'images have'}"
@@ -300,13 +299,13 @@ def remarks_on_pixels(listing: Listing) -> list[str]:
 
 
 def _is_transparent(path: File) -> bool:
-    """Return whether some pixel of an image is transparent."""
+    """Return whether any pixel of an image is transparent."""
     with _opened(path) as image:
         return image.convert("RGBA").getextrema()[3][0] < 255
 
 
 class ImageFiles:
-    """Decodes files by index to (k, side, side, c) uint8, upright; c is 3 if ``colored``, else 1."""
+    """Image files, decoded on access to upright images (k, side, side, c) uint8; c is 3 if ``colored``, else 1."""
 
     dtype = np.dtype(np.uint8)
 
@@ -329,7 +328,7 @@ class ImageFiles:
         width, height = sizes[most]
         what = f"an image of {width:,} x {height:,} pixels"
         fix = "store it smaller: data.image_size resizes only after it was read"
-        # As decoded, up to 4 bytes a pixel, and converted.
+        # The decoded image has up to 4 bytes a pixel; its converted copy has 1 or 3.
         check_free(width * height * (4 + self.shape[3]), what, str(self._paths[most]), fix)
 
     def __len__(self) -> int:

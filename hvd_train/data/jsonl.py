@@ -1,4 +1,4 @@
-"""JSON lines: one object a line, as columns."""
+"""Read JSON lines, one object a line, into columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ MEND = "mend it, or leave the line out"
 
 
 def first_keys(path: Path) -> list[str]:
-    """Return the keys of the first line."""
     with open(path, "rb") as stream:
         for number, line in enumerate(iter(lambda: stream.readline(LONGEST), b""), 1):
             if line.strip():
@@ -27,7 +26,7 @@ def first_keys(path: Path) -> list[str]:
 
 
 def read_jsonl(path: Path, names: Sequence[str]) -> tuple[dict[str, ChunkedArray], list[str]]:
-    """Read these keys of all lines; also return the other keys that the first line does not have."""
+    """Read these keys of all lines; also return the keys that are missing in the first line."""
     import pyarrow
 
     values: dict[str, list[Any]] = {name: [] for name in names}
@@ -72,7 +71,7 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, and refuse two equal keys, of which Python would take the last one."""
+    """Make a JSON object and refuse duplicate keys, of which Python would keep the last one."""
     record = dict(pairs)
     if len(record) < len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)

@@ -1,4 +1,4 @@
-"""The kinds of data that are built in, ``data.name``: each function opens the parts of one.
+"""The built-in kinds of data (``data.name``): each function opens the parts of one.
 
 The first line of each docstring is what ``hvd-train data`` lists.
 """
@@ -40,7 +40,7 @@ def _digits(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts
 
 
 def _diabetes(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
-    """442 patients, 10 standardized measures, one number to predict: for regression (built in)"""
+    """442 patients, 10 standardized measurements, one number to predict: for regression (built in)"""
     measures, progress = formats.read_diabetes()
     measures = (measures - measures.mean(0)) / measures.std(0)
     return Whole(Arrays(measures.astype(np.float32), progress.astype(np.float32), "diabetes", None, task), 0.2)
@@ -69,7 +69,7 @@ def _named_arrays(
 ) -> Parts:
     path = existing_path(config)
     part, classes = partial(Arrays, task=task, images=config.images), known(config, request)
-    names: dict[str, str] = {}  # {train_x: as the file calls it}
+    names: dict[str, str] = {}  # {train_x: its name in the file}
 
     def choose(listed: list[str]) -> list[str]:
         names.update(_array_names(listed, path))
@@ -95,7 +95,7 @@ def _named_arrays(
 
 
 def _array_names(listed: list[str], path: Path) -> dict[str, str]:
-    """Return {train_x, train_y, val_x, ... or x, y: as the file calls it}."""
+    """Return {name such as train_x, val_y, x or y: its name in the file}."""
     names: dict[str, str] = {name: name for name in listed if name in ("x", "y")}
     others = []
     for stored in listed:
@@ -144,7 +144,7 @@ def _cifar10(config: DataConfig, task: TaskConfig, request: DataRequest) -> Part
 
 
 def _synthetic(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
-    """num_samples made-up samples of input_shape, for timing; needs no memory"""
+    """num_samples random samples of input_shape, for timing; needs no memory"""
     n, classes = config.num_samples, config.num_classes or 10
     held = max(1, int(n * config.val_fraction))
     masked = is_class(task.ignore_index, classes)
@@ -153,7 +153,7 @@ def _synthetic(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
 
 
 def _text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
-    """a file or a folder of .txt, .md, .py, .rst: the next byte after each of sequence_length; the end validates"""
+    """a file or a folder of .txt, .md, .py, .rst: predict the next byte; sequence_length; validated on the end"""
     path = existing_path(config)
     length, classes = config.sequence_length, config.num_classes or Text.CLASSES
     if classes != Text.CLASSES:
@@ -171,7 +171,7 @@ def _text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
 
 
 def _masked_text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
-    """text of path (left out: Python's own), for bert: pairs of sentences with masked words; sequence_length"""
+    """text of path (default: Python's manual): pairs of sentences with masked words, for bert; sequence_length"""
     path, length = existing_path(config) if config.path else None, config.sequence_length
     if length < 8:
         fix = "of these, three are [CLS] and two [SEP]"
@@ -198,7 +198,7 @@ def _masked_text(config: DataConfig, task: TaskConfig, request: DataRequest) -> 
 
 
 def _packed(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
-    """a folder that 'hvd-train data pack' wrote: any of the others in a few large files (memory-mapped)"""
+    """a folder written by 'hvd-train data pack': any other kind in a few large files (memory-mapped)"""
     train, val, test = packed.open_packed(existing_folder(config), config, task, request.labels)
     parts: dict[str, Source] = {"train": train, "val": val}
     return parts | {"test": test} if test and request.reads_test else parts

@@ -1,4 +1,4 @@
-"""Labels that are numbers, whose values cannot be what the task takes them for: no loss or metric would show it."""
+"""Check the values of labels that are numbers: a mistake in them would not show in a loss or metric."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvd_train.errors import DataError
 from hvd_train.metrics.table import METRICS
 from hvd_train.protocol import Field, Source
 
-FEW = 64  # samples that are looked at of a source that gives labels with their inputs only
-PIECE = 1 << 18  # values that are looked at together
-MOST = 1 << 24  # values of a part that are looked at: labels may be masks in a mapped file
+FEW = 64  # samples checked of a source that cannot read labels without inputs
+PIECE = 1 << 18  # values checked at once
+MOST = 1 << 24  # values checked of a part at most: labels may be masks in a mapped file
 OF_NUMBERS = ("mse", "mae", "huber")
 
 
 def check_order(names: Sequence[str], loss: str, where: str) -> None:
-    """Refuse class names without an order for a loss of numbers. Two names need none: they become 0 and 1."""
+    """Refuse more than two class names for a loss of numbers: words have no order. Two become 0 and 1."""
     if loss in OF_NUMBERS and len(names) > 2:
         what = f"{named('class', names)} have no order that task.loss: {loss} could learn"
         fix = "list them in the order of 0, 1, 2, ...: data.classes; or call them by numbers, or set another task.loss"
@@ -29,10 +29,7 @@ def check_order(names: Sequence[str], loss: str, where: str) -> None:
 
 
 def check_values(parts: Mapping[str, Source], task: TaskConfig, where: str, of_inputs: bool = False) -> None:
-    """Refuse labels that ``task`` takes for something else.
-
-    ``of_inputs``: they are the samples' inputs (``data.target: inputs``).
-    """
+    """Refuse label values that do not suit the loss and metrics; ``of_inputs``: labels are the inputs."""
     for title, part in parts.items():
         for name, field in part.sample.labels.items():
             loss, metrics = task.term(name)
@@ -47,16 +44,16 @@ def check_values(parts: Mapping[str, Source], task: TaskConfig, where: str, of_i
 
 
 def remark_on_ignored(part: Source, name: str, ignored: int, loss: str) -> str:
-    """Return a line where labels are classes or ``ignored``, and a loss of the user's gives a value for all of them.
+    """Return a remark if labels look like classes with some ``ignored``, which a user's loss does not leave out.
 
-    "" where they are not.
+    Otherwise return "".
     """
     field, count, rest = part.sample.labels[name], 0, False
     if field.classes or field.dtype != "int64":
         return ""
     for _, values in _pieces(part, name):
         here = values == ignored
-        if (values[~here] < 0).any():  # numbers of any kind
+        if (values[~here] < 0).any():  # not classes
             return ""
         count, rest = count + int(here.sum()), rest or not here.all()
     if not count or not rest:
@@ -66,7 +63,7 @@ def remark_on_ignored(part: Source, name: str, ignored: int, loss: str) -> str:
 
 
 def _check_bytes(part: Source, name: str, where: str) -> None:
-    """Refuse bytes of 0 and 1: divided by 255 as an image, they would all be nearly 0."""
+    """Refuse bytes of 0 and 1: divided by 255 like an image, all would be nearly 0."""
     most = 0
     for _, values in _pieces(part, name):
         most = max(most, int(values.max(initial=0)))
@@ -78,7 +75,7 @@ def _check_bytes(part: Source, name: str, where: str) -> None:
 
 
 def _check_yes_and_no(part: Source, name: str, field: Field, where: str) -> None:
-    """Refuse labels that are not probabilities of yes: below 0 or above 1 the loss bce has no lower bound."""
+    """Refuse labels outside of [0, 1], for which the loss bce has no lower bound."""
     for rows, values in _pieces(part, name):
         values = _as_model_sees(values, field)
         good = (values >= -ROUNDING) & (values <= 1 + ROUNDING)
@@ -89,9 +86,9 @@ def _check_yes_and_no(part: Source, name: str, field: Field, where: str) -> None
 
 
 def _check_metric(part: Source, name: str, field: Field, loss: str, metric: str, where: str) -> None:
-    """Refuse a metric of yes and no for numbers that are neither.
+    """Refuse a binary metric for labels that are not binary.
 
-    Outputs above 0 are yes. A loss of distances makes them so for labels of -1 and 1; for 0 and 1 it is above 0.5.
+    Outputs above 0 count as yes. That suits labels of -1 and 1 with mse, mae or huber; 0 and 1 would need 0.5.
     """
     binary = METRICS[metric].metric_class.binary if metric in METRICS else ""
     if not binary:
@@ -110,7 +107,7 @@ def _check_metric(part: Source, name: str, field: Field, loss: str, metric: str,
 
 
 def _as_model_sees(values: np.ndarray, field: Field) -> np.ndarray:
-    """Return labels as the loss gets them: divided, and normalized where they are inputs."""
+    """Return labels as the loss gets them: divided by the divisor, and normalized like inputs."""
     if field.divisor == 1 and not field.mean:
         return values
     scaled = values / field.divisor
@@ -118,7 +115,7 @@ def _as_model_sees(values: np.ndarray, field: Field) -> np.ndarray:
 
 
 def _pieces(part: Source, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (samples (k,), their labels (k, ...)) of the first samples, or of some that lie apart."""
+    """Yield (indices (k,), labels (k, ...)) of all samples, or of evenly spaced ones if there are too many."""
     read, field, n = getattr(part, "label", None), part.sample.labels[name], len(part)
     if read is None:
         ordered = getattr(part, "ordered", False)  # a stream would be read to its end

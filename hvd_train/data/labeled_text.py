@@ -1,4 +1,4 @@
-"""Texts with a class each, whose words a tokenizer numbers."""
+"""Labeled texts, tokenized when they are opened."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def open_labeled_text(config: DataConfig, task: TaskConfig, request: DataRequest
 
 
 def _columns(config: DataConfig, file: Path, request: DataRequest) -> tuple[str, str, list[str]]:
-    """Return the names of the columns of texts and of labels, and remarks for the user.
+    """Return the names of the text column and the label column, and remarks for the user.
 
-    The texts of a finished run's data are in the column of the run's name, or in one that data.features names.
+    For a trained run the text column is the one of the training, unless data.features names another.
     """
     have = tables.names_of(file)
     if not isinstance(config.labels, str):
@@ -74,13 +74,13 @@ def _columns(config: DataConfig, file: Path, request: DataRequest) -> tuple[str,
 
 
 def _column_of_run(request: DataRequest) -> str:
-    """Return the name of the texts' column in the run; "" where there is no run, or one that does not know it."""
+    """Return the name of the text column in the run, or "" if there is no run or it has no name."""
     field = request.run.inputs.get(TOKENS) if request.run else None
     return (field.columns or ("",))[0] if field else ""
 
 
 def _tokenizer(texts: list[str], config: DataConfig, request: DataRequest) -> Any:
-    """Return the tokenizer: of a file, of the run, or learned from the texts of the training file."""
+    """Return a tokenizer from a file or from the run, or train one on the texts of the training file."""
     if config.vocabulary is not None:
         tokenizer = tokenizer_of(config.vocabulary)
     else:
@@ -96,7 +96,7 @@ def _tokenizer(texts: list[str], config: DataConfig, request: DataRequest) -> An
 
 
 def _labels(table: tables.Table, label: str, classes: Known, task: TaskConfig) -> Any:
-    """Return the labels: classes, or the numbers that another loss than cross_entropy takes."""
+    """Return the labels: classes, or numbers if the loss is not cross_entropy."""
     if task.classes(LABEL, True):
         return table.classes(label, classes.label(LABEL, True), task.ignore_index)
     loss, _ = task.term(LABEL)
@@ -122,7 +122,7 @@ def _part(
     rows = joined_rows(np.concatenate(numbers), sizes, f"column '{column}'", where, lengths)
     labels = {LABEL: _labels(table, label, classes, task)} if request.labels else {}
     part = Arrays({TOKENS: rows}, labels, where, classes, task, table.notes, False, remarks)
-    part.note = "\n".join(table.notes)  # that whole numbers stay whole is no news of tokens
+    part.note = "\n".join(table.notes)  # without the note on integers, which is obvious for tokens
     columns = (_column_of_run(request) or column,)
     field = replace(part.sample.inputs[TOKENS], classes=size_of(tokenizer), columns=columns)
     part.sample = replace(part.sample, inputs={TOKENS: field})
@@ -131,13 +131,13 @@ def _part(
 
 
 def _numbered(texts: list[str], tokenizer: Any, lengths: LengthsConfig) -> list[np.ndarray]:
-    """Number the tokens of each text, (length,) int32; a long text is cut before marks are put around it."""
+    """Tokenize each text to ids (length,) int32; long texts are truncated so that special tokens still fit."""
     if lengths.truncate:
         marks = tokenizer.num_special_tokens_to_add(False)
-        if lengths.max_length <= marks:  # the library would not cut at all
+        if lengths.max_length <= marks:  # the library would not truncate
             what = f"{lengths.max_length} places, and the tokenizer puts {marks} tokens around each text"
             raise DataError(what, where="data.lengths.max_length", fix=f"raise it above {marks}")
         tokenizer.enable_truncation(lengths.max_length)
     numbers = [np.array(one.ids, np.int32) for one in tokenizer.encode_batch(texts)]
-    tokenizer.no_truncation()  # it is saved without
+    tokenizer.no_truncation()  # truncation is not saved
     return numbers

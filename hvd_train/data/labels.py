@@ -1,4 +1,4 @@
-"""Labels that are classes: found in the data, numbered and checked."""
+"""Number and check labels that are classes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ from hvd_train.data.column import Column
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field
 
-SCAN = 1 << 20  # labels looked at together
-# Labels below this are looked for without sorting.
-MARKS = 1 << 20
-NO_CODE = -1  # of no word
-NO_LABEL = 255  # in masks that are stored as bytes: of places that do not count
+SCAN = 1 << 20  # labels scanned at once
+MARKS = 1 << 20  # labels below this are found without sorting
+NO_CODE = -1  # the code of no word
+NO_LABEL = 255  # a common ignore_index of masks stored as bytes
 
 
 def class_column(
@@ -38,8 +37,8 @@ def class_column(
 ) -> tuple[Column, tuple[str, ...]]:
     """Check labels that are classes and number them; return the column, and remarks for the user.
 
-    They are words, values that ``known`` lists, or whole numbers in [0, count), by default the largest + 1; or
-    ``ignore``. ``inputs``: the shape of a single array of inputs, whose places may each have a label.
+    Labels are words, values listed in ``known``, or integers in [0, count), where count defaults to the largest + 1;
+    or ``ignore``. ``inputs``: the shape of the inputs if they are a single array, which may have a label per position.
     """
     shape = tuple(int(k) for k in labels.shape[1:])
     if inputs and shape not in ((), (1,)) and (shape != inputs[1 : 1 + len(shape)] or 0 in shape):
@@ -65,7 +64,7 @@ def class_column(
         ignored = ignore if masked else None
         count, remarks = _numbered_classes(title, labels, distinct, known, where, bool(shape), ignored)
     if names and 0 <= ignore < len(names) and names[ignore] != str(ignore) and values_of(names) is not None:
-        # Once numbered, the labels of that class could not be told from those that do not count.
+        # Once numbered, labels of that class would equal ignore_index and be left out.
         what = f"class {names[ignore]} gets the number {ignore}, which task.ignore_index takes for no label"
         fix = "leave data.classes out; or store what does not count as -100, and leave task.ignore_index out"
         raise DataError(what, where=where, fix=fix)
@@ -79,7 +78,7 @@ def class_column(
 def _listed_classes(
     labels: Any, distinct: list[int], known: Classes, where: str, ignore: int
 ) -> tuple[tuple[str, ...], int, Lookup | None]:
-    """Number labels by a list of their values: return the names, the count, and the numbers of the values."""
+    """Number integer labels by a list of values; return names, count of classes, and lookup."""
     names = tuple(map(str, distinct)) if known.auto else known.names or ()
     values = np.array(distinct, np.int64) if known.auto else values_of(names)
     strange = sorted(set(distinct) - set(values.tolist()))  # type: ignore[union-attr]
@@ -90,11 +89,11 @@ def _listed_classes(
 
 
 def _numbered_classes(
-    title: str, labels: Any, distinct: list[int], known: Classes, where: str, at_places: bool, ignored: int | None
+    title: str, labels: Any, distinct: list[int], known: Classes, where: str, per_position: bool, ignored: int | None
 ) -> tuple[int, tuple[str, ...]]:
-    """Check labels that are numbers of classes already; return the count of classes, and remarks.
+    """Check labels that are class numbers already; return the count of classes, and remarks.
 
-    ``at_places``: a sample has a label at each of its places. ``ignored``: the label of those that do not count.
+    ``per_position``: a sample has a label per token or pixel. ``ignored``: task.ignore_index, if it occurs.
     """
     names, of_run = known.names or (), known.whose == "the run"
     if double := two_meanings(names, distinct):
@@ -107,22 +106,22 @@ def _numbered_classes(
         bound = f"[0, {count})" if count is not None else "0, 1, 2, ..."
         bad = low if low < 0 else high
         what = f"label {bad} of sample {_first(labels, bad)} is out of range: {bound} expected"
-        advice = f"; task.ignore_index: {bad} leaves such places out" * (at_places and bad in (-1, NO_LABEL))
+        advice = f"; task.ignore_index: {bad} leaves such places out" * (per_position and bad in (-1, NO_LABEL))
         raise DataError(what, where=where, fix=f"mend the labels or data.num_classes{advice}")
-    # Labels at places are ids of a vocabulary, most of which a small text does not use.
-    if count is None and high >= max(len(labels) + known.samples, MARKS if at_places else 0):
+    # Labels per position may be ids of a large vocabulary, most of which a small text does not use.
+    if count is None and high >= max(len(labels) + known.samples, MARKS if per_position else 0):
         what = f"labels up to {high:,} are {high + 1:,} classes, and there are {len(labels):,} samples"
         fix = f"set data.classes: auto to number the {len(distinct):,} that occur, or list them"
         raise DataError(what, where=where, fix=f"{fix}; or data.num_classes, if there are so many")
     if of_run or (names and known.whose == TRAINING):
         return count or high + 1, (by_number(title, names),) if names else ()
-    if at_places:
-        return count or high + 1, _remark_on_places(title, distinct) if count is None and not known.samples else ()
+    if per_position:
+        return count or high + 1, _remark_on_unlabeled(title, distinct) if count is None and not known.samples else ()
     return count or high + 1, _remarks_on_classes(title, distinct, count or high + 1, known, where, ignored)
 
 
-def _remark_on_places(title: str, distinct: list[int]) -> tuple[str, ...]:
-    """Return a remark on masks whose 255 may stand for places without a label."""
+def _remark_on_unlabeled(title: str, distinct: list[int]) -> tuple[str, ...]:
+    """Return a remark on masks whose 255 may mean unlabeled pixels."""
     others = [value for value in distinct if value != NO_LABEL]
     if distinct[-1:] != [NO_LABEL] or not others or others[-1] == NO_LABEL - 1:
         return ()
@@ -133,7 +132,7 @@ def _remark_on_places(title: str, distinct: list[int]) -> tuple[str, ...]:
 def _remarks_on_classes(
     title: str, distinct: list[int], count: int, known: Classes, where: str, ignored: int | None
 ) -> tuple[str, ...]:
-    """Return a remark on classes that only this part has, or that no sample has."""
+    """Return a remark on classes that the training part lacks, or that never occur."""
     high = distinct[-1] if distinct else 0
     untrained = [value for value in distinct if value >= (known.trained or high + 1)]
     if untrained:
@@ -151,10 +150,7 @@ def _remarks_on_classes(
 def _word_classes(
     title: str, words: Words, known: Classes, where: str, ignore: int
 ) -> tuple[tuple[str, ...], int, Lookup | None, bool]:
-    """Number labels that are words: return the names, their count, and the numbers of the words' codes.
-
-    Also return whether the class whose number is ``ignore`` occurs.
-    """
+    """Number labels that are words; return names, count of classes, lookup, and whether class ``ignore`` occurs."""
     names = known.names
     if names is None:
         names = words.names
@@ -172,14 +168,14 @@ def _word_classes(
     if known.count is not None and known.count < len(names):
         what = f"{title} are {len(names)} classes, {listing(names)}, and data.num_classes is {known.count}"
         raise DataError(what, where=where, fix="leave it out, or mend the labels")
-    places = [numbers.get(name, -1) for name in words.names]
-    masked = any(places[code] == ignore for code in used)
-    # A code is not a label: none of them is ignored before it is numbered.
-    return names, max(known.count or 0, len(numbers)), Lookup.of(range(len(places)), places, NO_CODE), masked
+    of_codes = [numbers.get(name, -1) for name in words.names]
+    masked = any(of_codes[code] == ignore for code in used)
+    # A code is not a class number yet, so none may be compared with ignore_index.
+    return names, max(known.count or 0, len(numbers)), Lookup.of(range(len(of_codes)), of_codes, NO_CODE), masked
 
 
 def _remarks_on_twins(title: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return a remark on names that look alike: of letters composed in two ways, or with spaces around one of them."""
+    """Return remarks on names that look alike: they differ in Unicode composition or in surrounding spaces."""
     first: dict[str, str] = {}
     twins = [(first.setdefault(unicodedata.normalize("NFC", name).strip(), name), name) for name in names]
     return tuple(
@@ -190,8 +186,8 @@ def _remarks_on_twins(title: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _distinct(labels: Any, ignore: int) -> tuple[list[int], bool]:
-    """Return the values that occur, in rising order, and whether ``ignore`` occurs."""
-    # A mark for each small value that occurs: no part is sorted, as np.unique would.
+    """Return the sorted values that occur, and whether ``ignore`` occurs."""
+    # Small values are marked in a table, which is faster than np.unique, as that sorts.
     marks, others, masked = np.zeros(MARKS, bool), set(), False
     rows = max(1, SCAN // max(1, math.prod(labels.shape[1:])))
     for start in range(0, len(labels), rows):
@@ -208,7 +204,7 @@ def _distinct(labels: Any, ignore: int) -> tuple[list[int], bool]:
 
 
 def _first(labels: Any, value: int) -> int:
-    """Return the first sample with this label."""
+    """Return the index of the first sample with this label."""
     rows = max(1, SCAN // max(1, math.prod(labels.shape[1:])))
     for start in range(0, len(labels), rows):
         part = np.asarray(labels[start : start + rows])

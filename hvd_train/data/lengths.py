@@ -1,4 +1,4 @@
-"""Batches of samples of different lengths: padded to buckets, with a mask (``data.lengths``)."""
+"""Batches of variable-length samples, padded to bucket lengths, with a mask (``data.lengths``)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from hvd_train.protocol import Field, Fields, Sample, Source
 
 WHERE = "data.lengths"
 AUTO = 8  # buckets
-BLOCKS = 0x1E46  # the key of their order
+BLOCKS = 0x1E46  # the key that shuffles blocks
 
 
 class Lengths:
-    """Another source's samples, whose batches are cut to a length that all ranks know.
+    """A source that wraps another one and pads each batch to a length that is the same on all ranks.
 
-    A batch is as long as the bucket of its longest sample, over all ranks: the numbers of N ranks are those of one.
-    Training takes samples in blocks of one bucket. They follow from lengths, seed and epoch alone, not from the size of
-    a batch, so a run goes on in the middle of an epoch on any number of ranks: the samples are permuted as ever and
-    divided by their buckets, each bucket is cut into blocks, and whole blocks are permuted. What is left of each bucket
-    comes last.
+    That length is the bucket of the longest sample over all ranks, so N ranks compute the same as one. For training,
+    all samples are permuted and split by bucket, each bucket is cut into blocks, and full blocks are permuted; the
+    incomplete blocks come last. This order depends on lengths, seed and epoch, but not on the batch size, so a run can
+    resume within an epoch on any number of ranks.
 
-    ``varying``: of the samples of ``source``; ``chosen(places, seed, epoch)``: those that stand at these places of an
-    epoch, where they are not each taken once.
+    ``varying``: the lengths of the samples of ``source``; ``chosen(positions, seed, epoch)``: indices of samples for
+    the positions of an epoch, if sampling is balanced.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Lengths:
             {name for name, field in fields.items() if field.ragged}
             for fields in (self.sample.inputs, self.sample.labels)
         ]
-        self._orders: tuple[Any, np.ndarray] = None, np.zeros(0, np.int64)  # (seed, epoch) of the last one
+        self._orders: tuple[Any, np.ndarray] = None, np.zeros(0, np.int64)  # the last one, with its (seed, epoch)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -62,11 +61,11 @@ class Lengths:
             inputs = {**inputs, self._config.mask: np.arange(self._config.max_length) < lengths[:, None]}
         return inputs, labels
 
-    def _lengths_of(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-        return self._lengths[self._chosen(places, seed, epoch) if self._chosen else places]
+    def _lengths_of(self, indices: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        return self._lengths[self._chosen(indices, seed, epoch) if self._chosen else indices]
 
     def cut_length(self, indices: np.ndarray, seed: int, epoch: int | None) -> int:
-        """Return the length of a batch of these samples; ``epoch`` None: of an evaluation."""
+        """Return the padded length of a batch of these samples; ``epoch`` None: in an evaluation."""
         lengths = self._lengths[indices] if epoch is None else self._lengths_of(indices, seed, epoch)
         longest = int(lengths.max(initial=1))
         if epoch is None or not len(self._buckets):  # an evaluation does not depend on buckets
@@ -74,20 +73,20 @@ class Lengths:
         return int(self._buckets[np.searchsorted(self._buckets, longest)])
 
     def shortened(self, fetched: tuple[Fields, Fields], length: int) -> tuple[Fields, Fields]:
-        """Cut (k, max_length, ...) to (k, length, ...) where a field's length varies."""
+        """Cut the fields of variable length from (k, max_length, ...) to (k, length, ...)."""
         inputs, labels = (
             {name: np.ascontiguousarray(x[:, :length]) if name in ragged else x for name, x in fields.items()}
             for fields, ragged in zip(fetched, self._ragged, strict=True)
         )
         return inputs, labels
 
-    def order(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-        """Return the samples (k,) at these places (k,) of an epoch."""
+    def order(self, positions: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """Map positions (k,) of an epoch to indices of samples (k,)."""
         known, order = self._orders
         if known != (seed, epoch):
             order = self._order(seed, epoch)
-            self._orders = (seed, epoch), order  # at once: threads read it
-        return order[places]
+            self._orders = (seed, epoch), order  # one assignment: other threads read it
+        return order[positions]
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:
         indices = permute(np.arange(len(self)), len(self), seed, epoch)
@@ -103,7 +102,7 @@ class Lengths:
         return np.concatenate([blocks.reshape(-1), *rest])
 
     def describe(self) -> str:
-        """Describe lengths, buckets and the share of padding in a line."""
+        """Write lengths, buckets and the share of padding as one line."""
         n, limit = self._lengths, self._config.max_length
         low, high = int(n.min()), int(n.max())
         if not len(self._buckets):
@@ -113,15 +112,15 @@ class Lengths:
         listed = ", ".join(map(str, self._buckets.tolist()))
         return (
             f"{WHERE}: {low:,} to {high:,} (max_length {limit:,}); buckets {listed}: "
-            f"{share:.0%} of the places are padding, {all_:.0%} where all are padded to the longest"
+            f"{share:.0%} padding ({all_:.0%} if all samples were padded to the longest)"
         )
 
 
 def with_lengths(sample: Sample, varying: Varying, config: LengthsConfig) -> Sample:
-    """Mark the fields that vary, and add the mask to the inputs."""
+    """Mark the fields of variable length as ragged, and add the mask to the inputs."""
 
     def marked(fields: Any, names: tuple[str, ...]) -> dict[str, Field]:
-        # A single field of a finished run may have another name than in the data.
+        # A single field of a trained run may have another name than in the data.
         names = names if all(name in fields for name in names) else tuple(fields)[: len(names)]
         return {name: replace(field, ragged=name in names) for name, field in fields.items()}
 
@@ -135,9 +134,9 @@ def with_lengths(sample: Sample, varying: Varying, config: LengthsConfig) -> Sam
 
 
 def buckets_of(lengths: np.ndarray, config: LengthsConfig) -> np.ndarray:
-    """Return the lengths to which batches are padded, rising; () where each is padded to its longest sample.
+    """Return the sorted lengths to which batches are padded, or () to pad each batch to its longest sample.
 
-    ``auto`` takes the lengths below which 1/8, 2/8, ... of the training samples are. The last one takes all.
+    ``auto`` takes the 1/8, 2/8, ... quantiles of the training samples. The last bucket is max_length.
     """
     if config.buckets is None:
         return np.zeros(0, np.int64)

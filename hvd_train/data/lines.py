@@ -1,4 +1,4 @@
-"""The lines of csv and tsv files, before a table is made of them."""
+"""Read the header of csv and tsv files, and check their lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from hvd_train.errors import DataError
 
 LONGEST = 1 << 26  # bytes of a line
-PIECE = 1 << 20  # bytes that are looked at in one go
+PIECE = 1 << 20  # bytes read at once
 
 
 def delimiter(path: Path) -> str:
@@ -18,8 +18,8 @@ def delimiter(path: Path) -> str:
 
 
 def header(path: Path) -> list[str]:
-    """Return the cells of the first line with something in it."""
-    # Not by pyarrow, which takes 40 s for the names of 200 000 columns.
+    """Return the cells of the first line that is not empty."""
+    # pyarrow would take 40 s for the names of 200 000 columns.
     with open(path, "rb") as stream:
         first = stream.readline(LONGEST + 1)
         while first and not first.strip():
@@ -34,7 +34,7 @@ def header(path: Path) -> list[str]:
 
 
 def check_empty_lines(path: Path) -> None:
-    """Refuse a file of one column with an empty line between others: pyarrow would leave out a row of the user's."""
+    """Refuse an empty line within a file of one column: it may be a row, and pyarrow would skip it."""
     if len(header(path)) != 1:
         return
     with open(path, encoding="utf-8-sig", errors="replace", newline="") as stream:
@@ -48,9 +48,9 @@ def check_empty_lines(path: Path) -> None:
 
 
 def remark_on_lines(path: Path, rows: int) -> str:
-    """Return a line for the user where a file has more lines than its header and ``rows``; "" where it has not.
+    """Return a remark if a file has more lines than ``rows`` and a header, else "".
 
-    A quotation mark that is not closed takes all up to the next one for one cell, and the rows between are lost.
+    An unclosed quotation mark joins everything up to the next one into one cell, and the rows between are lost.
     """
     with open(path, "rb") as stream:
         if sum(piece.count(b"\n") for piece in iter(partial(stream.read, PIECE), b"")) <= rows:

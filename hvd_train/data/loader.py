@@ -1,4 +1,4 @@
-"""Make padded batches from a source. Each rank fetches its part of every global batch, in threads ahead."""
+"""Make padded batches from a source. Each rank prefetches its part of every global batch in threads."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hvd_train.protocol import Batch, Source
 T = TypeVar("T")
 AHEAD = 6  # items fetched ahead, at most
 BURST = 4  # items fetched each time the thread wakes
-# Positions of this rank permuted at once: a call costs about 0.2 ms, whatever it permutes.
+# Positions of this rank permuted at once: a call takes about 0.2 ms, even for few.
 CHUNK = 4096
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: a rank's micro-batches, the samples of all ranks, and the place in the epoch after it.
+    """The batches of one optimizer step: the micro-batches of ``rank``.
 
-    ``rank``: the one whose part of the global batch it is.
+    count: samples of the global batch; consumed: samples of the epoch used after this step, over all ranks.
     """
 
     micro_batches: tuple[Batch, ...]
@@ -39,15 +39,15 @@ class Step:
 
 
 class Loader:
-    """The steps of an epoch, cut from a source.
+    """Splits the epochs of a source into steps.
 
-    Global batch k of an epoch that goes on from ``consumed`` holds order positions
-    [consumed + k B, consumed + (k+1) B), cut off at n, whatever the world size; micro-batches are contiguous parts of
-    it, and ranks take contiguous parts of those: a micro-batch over all ranks is the same set for every world size, as
-    batch normalization over them needs it. Every part is padded with weight 0 to ``length`` rows, so shapes never
+    Global batch k of an epoch that resumes at ``consumed`` holds the positions
+    [consumed + k B, consumed + (k+1) B), cut off at n, for every world size. Micro-batches are contiguous parts of it,
+    and ranks take contiguous parts of those. So a micro-batch over all ranks is the same set for every world size,
+    which synchronized batch normalization needs. Each part is padded with weight 0 to ``length`` rows, so shapes never
     change and an empty part is still a batch.
 
-    ``workers`` threads fetch, each a whole step: libraries that decode images release Python's lock meanwhile.
+    ``workers`` threads fetch a step each: libraries that decode images release the GIL.
     """
 
     def __init__(
@@ -68,27 +68,27 @@ class Loader:
             raise DataError(what, fix="use fewer ranks or more data")
         self.source, self.global_batch, self.accumulate = source, global_batch, accumulate
         self.rank, self.size, self.seed, self.workers = rank, size, seed, workers
-        # Samples of a micro-batch over all ranks, and of a rank's part. The first parts are the longest.
+        # Samples of a micro-batch over all ranks, and on one rank. The first parts are the longest.
         self.together = share(global_batch, accumulate, 0)[1]
         self.length = share(self.together, size, 0)[1]
         self.steps_per_epoch = steps(len(source), 0, global_batch)
-        self._chunk: tuple[int, int, np.ndarray] = (-1, 0, np.zeros(0, np.int64))  # of ``_permuted``, the last
+        self._chunk: tuple[int, int, np.ndarray] = (-1, 0, np.zeros(0, np.int64))  # the cache of ``_permuted``
 
     def epoch(self, epoch: int, consumed: int = 0) -> Generator[Step, None, None]:
-        """Yield the steps of an epoch of which ``consumed`` samples are used already; close it to leave early."""
+        """Yield the steps of an epoch after its first ``consumed`` samples; close the generator to leave early."""
         if not 0 <= consumed <= len(self.source):
             raise ValueError(f"{consumed} samples consumed of {len(self.source)}")
         return self._made(self._steps(epoch, consumed))
 
     def part(self, epoch: int, start: int, rank: int) -> Step:
-        """Fetch ``rank``'s part of the global batch that begins at ``start``; any rank may ask, in any thread."""
+        """Fetch the part of ``rank`` of the global batch that begins at ``start``; thread-safe, for any rank."""
         stop = min(start + self.global_batch, len(self.source))
         low, indices = self._permuted(epoch, start, stop)
         parts = [indices[self._micro(start, stop, k, rank) - low] for k in range(self.accumulate)]
         return self._step(parts, epoch, start, stop, rank)
 
     def _permuted(self, epoch: int, start: int, stop: int) -> tuple[int, np.ndarray]:
-        """Return a place in the epoch and the samples from there on, [start, stop) among them."""
+        """Return (first position, indices of samples) of a chunk of the epoch's order that includes [start, stop)."""
         known, low, indices = self._chunk
         if known != epoch or start < low or stop > low + len(indices):
             together = max(1, CHUNK // self.global_batch) * self.global_batch
@@ -96,32 +96,32 @@ class Loader:
             self._chunk = epoch, low, indices
         return low, indices
 
-    def _order(self, places: np.ndarray, epoch: int) -> np.ndarray:
-        """Return the samples at these places of an epoch."""
-        if getattr(self.source, "ordered", False):  # the order of a stream is its user's
-            return places
+    def _order(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        """Map positions in an epoch to indices of samples."""
+        if getattr(self.source, "ordered", False):  # a stream is not shuffled
+            return positions
         order = getattr(self.source, "order", None)
         n = len(self.source)
-        return order(places, self.seed, epoch) if order else permute(places, n, self.seed, epoch)
+        return order(positions, self.seed, epoch) if order else permute(positions, n, self.seed, epoch)
 
     def evaluation(self, whole: bool = False) -> Generator[Batch, None, None]:
         """Yield every sample of the source on exactly one rank, in order, ``length`` rows a batch.
 
-        All ranks together yield ``together`` samples a batch, as of a training micro-batch: the same ones for every
-        world size. All ranks yield the same number of batches; a part may be all padding. ``whole``: samples whose
-        length varies are not cut, so that all batches have one shape.
+        A batch over all ranks has ``together`` samples like a training micro-batch, the same ones for every world
+        size. All ranks yield the same number of batches; a part may be all padding. ``whole``: keep samples of
+        variable length at max_length, so that all batches have the same shape.
         """
         return self._made(self._evaluation(whole))
 
     def evaluated(self, batches: int) -> int:
-        """Return how many samples so many batches of ``evaluation`` have, on all ranks together."""
+        """Return the number of samples in the first ``batches`` of ``evaluation``, over all ranks."""
         return min(batches * self.together, len(self.source))
 
     def _made(self, works: Iterator[Callable[[], T]]) -> Generator[T, None, None]:
         return _ahead(work() for work in works) if self.workers == 1 else _pooled(works, self.workers)
 
     def _steps(self, epoch: int, consumed: int) -> Iterator[Callable[[], Step]]:
-        """Yield the samples of each step, for any thread to fetch."""
+        """Yield for each step a function that fetches it, in any thread."""
         n, batch = len(self.source), self.global_batch
         each = max(1, CHUNK // (self.length * self.accumulate))  # steps permuted at once
         for chunk in range(consumed, n, each * batch):
@@ -144,12 +144,12 @@ class Loader:
         return Step(tuple(batches), stop - start, stop, rank)
 
     def _bounds(self, start: int, stop: int, number: int) -> tuple[int, int]:
-        """Return the positions of a micro-batch, over all ranks, of the global batch [start, stop)."""
+        """Return the bounds of micro-batch ``number`` over all ranks, within the global batch [start, stop)."""
         a, b = share(stop - start, self.accumulate, number)
         return start + a, start + b
 
     def _micro(self, start: int, stop: int, number: int, rank: int) -> np.ndarray:
-        """Return a rank's positions of a micro-batch of the global batch [start, stop)."""
+        """Return the positions of a rank in micro-batch ``number`` of the global batch [start, stop)."""
         return self._local(*self._bounds(start, stop, number), rank)
 
     def _evaluation(self, whole: bool = False) -> Iterator[Callable[[], Batch]]:
@@ -161,19 +161,19 @@ class Loader:
             yield partial(self._batch, self._local(start, stop, self.rank), None, length)
 
     def _local(self, start: int, stop: int, rank: int) -> np.ndarray:
-        """Return a rank's positions of [start, stop)."""
+        """Return the positions of a rank within [start, stop)."""
         a, b = share(stop - start, self.size, rank)
         return np.arange(start + a, start + b)
 
     def _batch(self, indices: np.ndarray, epoch: int | None = None, length: int | None = None) -> Batch:
-        """Make a batch; ``epoch``: of training, whose samples may be drawn anew in each.
+        """Fetch and pad a batch; ``epoch``: the training epoch, for random transforms; None: an evaluation.
 
-        ``length``: to which samples are cut whose length varies.
+        ``length``: the length to which samples of variable length are padded.
         """
         count = len(indices)
         weights = np.zeros(self.length, np.float32)
         weights[:count] = 1
-        # An empty part has shapes, too: those of any sample.
+        # An empty part gets its shapes from sample 0.
         asked = indices if count else np.zeros(1, np.int64)
         # {name: (count, ...)} each.
         inputs, labels = self.source.fetch(asked) if epoch is None else drawn(self.source, asked, self.seed, epoch)
@@ -184,19 +184,19 @@ class Loader:
         return Batch(inputs, labels, weights, indices)
 
     def _padded(self, x: np.ndarray) -> np.ndarray:
-        """Pad (count, ...) to (length, ...) by the first sample."""
-        # Not by zeros: a model may make NaN of what is not a sample, as log 0, and 0 times that is NaN.
+        """Pad (count, ...) to (length, ...) with copies of the first sample."""
+        # Zeros could become NaN in the model (log 0), and weight 0 times NaN is NaN.
         out = np.empty((self.length, *x.shape[1:]), x.dtype)
         out[: len(x)], out[len(x) :] = x, x[0]
         return out
 
 
 def _ahead(items: Iterator[T]) -> Generator[T, None, None]:
-    """Run ``items`` in a thread, at most AHEAD items before the consumer; its exception reaches the consumer.
+    """Iterate over ``items`` in a thread, at most AHEAD items ahead; raise its exception in the consumer.
 
-    The thread starts with the first item asked for and ends when the generator ends, is closed or is collected.
+    The thread starts with the first ``next``, and ends when the generator ends, is closed or is garbage collected.
     """
-    # It works in bursts: woken for each item, it would take Python's lock from the training step that has just begun.
+    # It works in bursts: woken for each item, it would take the GIL from the training step that has just begun.
     ready: deque[T] = deque()
     changed = threading.Condition()
     # [None]: no more items; [error]: the consumer raises it.
@@ -242,9 +242,9 @@ def _ahead(items: Iterator[T]) -> Generator[T, None, None]:
 
 
 def _pooled(works: Iterator[Callable[[], T]], workers: int) -> Generator[T, None, None]:
-    """Yield the results of the works in their order, from several threads.
+    """Run the works in several threads and yield their results in order.
 
-    An exception reaches the consumer in its place. No thread is left when the generator ends, is closed or collected.
+    An exception is raised when its result is due. All threads end when the generator ends, is closed or collected.
     """
     pool = ThreadPoolExecutor(workers, "prefetch")
     try:

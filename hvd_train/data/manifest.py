@@ -1,4 +1,4 @@
-"""The manifest of a packed data set: its parts, their fields, and the files of each."""
+"""The manifest of a packed data set: parts, fields and files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ AGAIN = "pack it again"
 
 
 class _Record(BaseModel):
-    """A part of the manifest: no key is unknown."""
+    """The base class of all entries in the manifest; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Shard(_Record):
-    """A file: ``count`` rows of one field, how many bytes it has, and the SHA-256 of all of them."""
+    """A file with ``count`` rows of one field, its size in bytes, and its SHA-256."""
 
     file: str
     count: PositiveInt
@@ -32,14 +32,14 @@ class Shard(_Record):
 
 
 class Column(_Record):
-    """A field of all samples, in files."""
+    """A field and the files that hold it."""
 
     field: Field
     shards: list[Shard]
 
 
 class Part(_Record):
-    """A part of the data; ``rows``: how many samples each shard holds, but the last one."""
+    """A part of the data; ``rows``: the number of samples in each shard except the last."""
 
     count: PositiveInt
     rows: PositiveInt
@@ -49,7 +49,7 @@ class Part(_Record):
     labels: dict[str, Column]
 
     def columns(self) -> Iterator[tuple[str, str, Column]]:
-        """Yield (inputs or labels, name, column)."""
+        """Yield ("inputs" or "labels", name, column) of each field."""
         for kind in KINDS:
             for name, column in getattr(self, kind).items():
                 yield kind, name, column
@@ -58,8 +58,7 @@ class Part(_Record):
 class Manifest(_Record):
     """The contents of a packed folder.
 
-    ``classes``: of each label, whether the task took it for one of 0, 1, ... when it was packed. ``vocabulary``: of a
-    text whose words are numbered, as JSON.
+    ``classes``: for each label, whether it was packed as classes. ``vocabulary``: the tokenizer of a text, as JSON.
     """
 
     version: Literal[1]
@@ -72,7 +71,7 @@ class Manifest(_Record):
     vocabulary: str = ""
 
     def shards(self) -> Iterator[tuple[Column, Shard]]:
-        """Yield every file of all parts."""
+        """Yield every file of all parts, with its column."""
         for part in filter(None, (self.train, self.val, self.test)):
             for _, _, column in part.columns():
                 for shard in column.shards:
@@ -80,7 +79,6 @@ class Manifest(_Record):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a packed folder."""
     path = folder / MANIFEST
     try:
         return Manifest.model_validate_json(path.read_bytes())
@@ -96,7 +94,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def summary(manifest: Manifest) -> str:
-    """Describe a packed data set: 1,437 training and 360 validation samples, 4 files, 1.5 MB."""
+    """Describe a packed data set as "1,437 training and 360 validation samples, 4 files, 1.5 MB"."""
     shards = [shard for _, shard in manifest.shards()]
     size = sum(shard.size for shard in shards) / 1e6
     tests = f", {manifest.test.count:,} test samples" if manifest.test else ""

@@ -1,4 +1,4 @@
-"""Pairs of sentences with masked words, from which BERT learns (Devlin et al. 2018, section 3.1 and appendix A.1)."""
+"""Sentence pairs with masked tokens for the training of BERT (Devlin et al. 2018, section 3.1 and appendix A.1)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hvd_train.protocol import Field, Fields, Sample
 
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 PAD, CLS, SEP, MASK = range(len(SPECIAL))
-SHARE = 0.15  # of the words that are
+SHARE = 0.15  # of the tokens are to be predicted
 SEED = 0xBE27  # masks are a property of the data, not of a run
 SENTENCE = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
 
 
 def sentences(document: str) -> list[str]:
-    """Divide text into sentences, with single spaces between words."""
+    """Split text into sentences, with single spaces between words."""
     return [" ".join(part.split()) for part in SENTENCE.split(document) if part.strip()]
 
 
 def vocabulary(documents: Sequence[Sequence[str]], size: int, path: str | None, saved: str = "") -> Any:
-    """Return a tokenizer of byte pairs (Sennrich et al. 2016): a file's, the ``saved`` one of a run, or a learned one.
+    """Return a byte-pair tokenizer (Sennrich et al. 2016): from a file, from a run (``saved``), or newly trained.
 
-    It is learned from ``documents``, lists of sentences, and takes any text.
+    It is trained on ``documents``, lists of sentences, and can encode any text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -60,7 +60,7 @@ def vocabulary(documents: Sequence[Sequence[str]], size: int, path: str | None, 
 
 
 def tokenizer_of(path: str) -> Any:
-    """Read a tokenizer.json; samples are cut and padded by data.lengths or sequence_length alone, whatever it says."""
+    """Read a tokenizer.json; its truncation and padding are replaced by data.lengths or sequence_length."""
     from tokenizers import Tokenizer
 
     try:
@@ -74,17 +74,17 @@ def tokenizer_of(path: str) -> Any:
 
 
 def size_of(tokenizer: Any) -> int:
-    """Return how many numbers of tokens there may be: the largest one + 1, as numbers may be left out."""
+    """Return the largest token id + 1, because ids may have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """All documents one after the other, and where samples can lie in them.
+    """The token ids of all documents, concatenated, and the samples within them.
 
-    ids: (m,) tokens; firsts, ends: (k,) a sample's first place, and the end of its document; cuts: (c,) places within
-    samples at which a sentence begins, those of sample i are cuts[bounds[i] : bounds[i + 1]]; size: the largest number
-    of a token + 1; words: (w,) the numbers of all tokens but the special ones.
+    ids: (m,) tokens; firsts, ends: (k,) the start of each sample, and the end of its document, in ids; cuts: (c,)
+    starts of sentences within samples, where sample i has cuts[bounds[i] : bounds[i + 1]]; size: the largest token id
+    + 1; words: (w,) all token ids except special ones.
     """
 
     ids: np.ndarray
@@ -100,7 +100,7 @@ class Tokens:
 
 
 def tokenized(documents: Sequence[Sequence[str]], tokenizer: Any, length: int) -> Tokens:
-    """Number the tokens of all documents; ``length``: tokens of a sample, of which three are [CLS] and two [SEP]."""
+    """Tokenize all documents; ``length``: tokens of a sample, including one [CLS] and two [SEP]."""
     room, base = length - 3, 0
     ids: list[np.ndarray] = []
     samples: list[tuple[int, int, np.ndarray]] = []
@@ -128,30 +128,30 @@ def tokenized(documents: Sequence[Sequence[str]], tokenizer: Any, length: int) -
 
 
 def _samples(starts: np.ndarray, room: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the samples of a document: (first place, sentences that begin within ``room``).
+    """Yield the samples of a document: (start, starts of the further sentences), all within ``room`` tokens.
 
     Sentences begin at starts[:-1].
     """
     begin = 0
     while begin < len(starts) - 1:
         stop = int(np.searchsorted(starts[:-1], starts[begin] + room))
-        if stop == begin + 1:  # a last sentence alone
+        if stop == begin + 1:  # only the last sentence is left
             return
         yield int(starts[begin]), starts[begin + 1 : stop]
         begin = stop
 
 
 class Pairs:
-    """Samples ``start`` to ``stop`` of a text; sample i is a pure function of i: [CLS] A [SEP] B [SEP], then padding.
+    """Samples ``start`` to ``stop`` of a text: [CLS] A [SEP] B [SEP], then padding; a pure function of the index.
 
-    A are the sample's sentences up to one drawn at random. B is what follows in the document (label ``next`` 0), or,
-    for half of the samples, what follows a sentence of another sample (1). 15 % of the words have a label, other
-    places ``ignore``; of these 80 % are masked, 10 % become any word, and 10 % stay as they are.
+    A are the sample's sentences up to a random one. B is what follows in the document (label ``next`` 0), or, for half
+    of the samples, text from another sample (1). 15 % of the tokens have a label, the others ``ignore``. Of those 15 %,
+    80 % are masked, 10 % are replaced by random tokens, and 10 % are unchanged.
     """
 
     def __init__(self, text: Tokens, length: int, start: int, stop: int, ignore: int = -100) -> None:
         self._text, self._length, self._start, self._n, self._ignore = text, length, start, stop - start, ignore
-        self.vocabulary = ""  # the tokenizer as JSON, where it is known
+        self.vocabulary = ""  # the tokenizer as JSON, if known
         self.sample = Sample(
             {"tokens": Field((length,), "int32"), "segments": Field((length,), "uint8")},
             {"words": Field((length,), "int32", classes=text.size, masked=True), "next": Field((), "int32", classes=2)},
@@ -173,29 +173,28 @@ class Pairs:
     def _one(self, i: int, tokens: np.ndarray, segments: np.ndarray, words: np.ndarray) -> int:
         """Write sample i into these rows, (length,) each; return its label ``next``."""
         text, draws = self._text, stream(mix(SEED, self._start + i), np.arange(4 + 3 * self._length, dtype=U64))
-        which, other, boundary, place = (int(x) for x in draws[:4])
-        # 1: B comes from another sample, which is never this one.
-        apart = which % 2
-        j = (i + 1 + other % (self._n - 1)) % self._n if apart else i
+        which, other, boundary, boundary_b = (int(x) for x in draws[:4])
+        unrelated = which % 2  # 1: B comes from another sample j
+        j = (i + 1 + other % (self._n - 1)) % self._n if unrelated else i
         first, middle = int(text.firsts[self._start + i]), self._boundary(i, boundary)
-        begin = self._boundary(j, place) if apart else middle
+        begin = self._boundary(j, boundary_b) if unrelated else middle
         a = text.ids[first:middle]
         b = text.ids[begin : min(begin + self._length - 3 - len(a), int(text.ends[self._start + j]))]
         end = len(a) + len(b) + 3
         tokens[:end] = np.concatenate([[CLS], a, [SEP], b, [SEP]])
         segments[len(a) + 2 : end] = 1
         self._mask(draws[4:].reshape(3, -1), np.delete(np.arange(1, end - 1), len(a)), tokens, words)
-        return apart
+        return unrelated
 
     def _boundary(self, i: int, draw: int) -> int:
         low, high = self._text.bounds[self._start + i : self._start + i + 2]
         return int(self._text.cuts[low + draw % int(high - low)])
 
-    def _mask(self, draws: np.ndarray, places: np.ndarray, tokens: np.ndarray, words: np.ndarray) -> None:
-        """Mask a sample; ``draws`` (3, length): which places, what becomes of them, which words."""
-        # Those with the smallest draws.
-        at = places[np.argsort(draws[0, places], kind="stable")[: max(1, round(SHARE * len(places)))]]
-        # (k,) each: 0 to 7 mask, 8 any word, 9 leave it.
-        fate, strange = draws[1, at] % U64(10), self._text.words[draws[2, at] % U64(len(self._text.words))]
+    def _mask(self, draws: np.ndarray, positions: np.ndarray, tokens: np.ndarray, words: np.ndarray) -> None:
+        """Mask a sample in place; ``draws`` (3, length) decide which positions, what to do there, and random tokens."""
+        # The positions with the smallest draws.
+        at = positions[np.argsort(draws[0, positions], kind="stable")[: max(1, round(SHARE * len(positions)))]]
+        # (k,) each: 0 to 7 mask, 8 replace by a random token, 9 keep.
+        action, random = draws[1, at] % U64(10), self._text.words[draws[2, at] % U64(len(self._text.words))]
         words[at] = tokens[at]
-        tokens[at] = np.where(fate < 8, MASK, np.where(fate < 9, strange, tokens[at]))
+        tokens[at] = np.where(action < 8, MASK, np.where(action < 9, random, tokens[at]))

@@ -1,4 +1,4 @@
-"""The amount of free memory, and a clear line before more is taken."""
+"""Check free memory before a large allocation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from hvd_train.errors import DataError
 
 CGROUP = Path("/sys/fs/cgroup")  # the limit of a container or job
-SMALL = 64 << 20  # bytes that nobody need ask for
+SMALL = 64 << 20  # bytes; smaller sizes are not checked
 
 
 def free() -> int:
-    """Count the bytes that this process can still take: of the machine, and of a container's or Slurm's limit."""
+    """Return the bytes that this process can still allocate on the host and within its cgroup (container, Slurm)."""
     import psutil
 
     available = psutil.virtual_memory().available
@@ -26,13 +26,13 @@ def free() -> int:
 
 
 def _cached(folder: Path) -> int:
-    """Count the bytes of files that the system gives back when memory runs short."""
+    """Return the bytes of the page cache that the kernel frees when memory runs short."""
     rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return sum(int(row[1]) for row in rows if row[0] == "inactive_file")
 
 
 def check_free(size: int, what: str, where: str, fix: str) -> None:
-    """Raise DataError if ``size`` bytes, needed for ``what``, are more than are free."""
+    """Raise DataError if less than ``size`` bytes, needed for ``what``, are free."""
     if size > SMALL and size > (left := free()):
         raise DataError(f"{what} takes {in_units(size)} of memory, and {in_units(left)} are free", where=where, fix=fix)
 

@@ -1,4 +1,4 @@
-"""Samples mixed with another one, whose class then counts, too: mixup and CutMix."""
+"""Mixup and CutMix: mix each training sample with another one, and their losses as well."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ FOR_BOTH = "training metrics compare with the class that has the larger share"
 
 
 def _mixup(a: np.ndarray, b: np.ndarray, shares: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """share x sample + (1 - share) x another one, and so the loss (Zhang et al. 2018); alpha: 1, p: 1"""
+    """share x sample + (1 - share) x another sample, and the same for the loss (Zhang et al. 2018); alpha: 1, p: 1"""
     of_place = shares.astype(np.float32).reshape(-1, *[1] * (a.ndim - 1))
     a[...] = as_stored(of_place * a + (1 - of_place) * b, a.dtype)
     return shares
 
 
 def _cutmix(a: np.ndarray, b: np.ndarray, shares: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """a rectangle comes from another image, whose class counts by its area (Yun et al. 2019); alpha: 1, p: 1"""
+    """a rectangle of another image, whose class is weighted by its area (Yun et al. 2019); alpha: 1, p: 1"""
     height, width = a.shape[1:3]
-    halves = 0.5 * np.sqrt(1 - shares)[:, None] * [height, width]  # of the sides
+    halves = 0.5 * np.sqrt(1 - shares)[:, None] * [height, width]  # half the sides of the rectangles
     middles = (numbers * [height, width]).astype(np.int64)
     low = np.maximum(middles - halves.astype(np.int64), 0)
     high = np.minimum(middles + halves.astype(np.int64), [height, width])
     for image, other, (top, left), (bottom, right) in zip(a, b, low.tolist(), high.tolist(), strict=True):
         image[top:bottom, left:right] = other[top:bottom, left:right]
-    # What is cut off at the border does not count.
+    # The area without what is cut off at the border.
     return 1 - np.prod(high - low, axis=1) / (height * width)
 
 
-# Each writes into ``a`` (k, ...), and returns the shares (k,) that its samples have kept of the ``shares`` wished for.
-# ``numbers``: (k, 2) in [0, 1).
+# Each mixes ``b`` into ``a`` (k, ...) in place, and returns the shares (k,) that ``a`` really keeps: CutMix cuts
+# rectangles off at the border. ``shares`` (k,): the drawn ones; ``numbers``: (k, 2) in [0, 1).
 MIXING: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
     "mixup": _mixup,
     "cutmix": _cutmix,
@@ -44,7 +44,7 @@ MIXING: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.
 
 
 def beta(alpha: float, numbers: np.ndarray) -> np.ndarray:
-    """Make draws of Beta(alpha, alpha), (k,), of uniform ``numbers`` (k, 3): Devroye 1996, "one line of code"."""
+    """Turn uniform ``numbers`` (k, 3) into draws (k,) from Beta(alpha, alpha) (Devroye 1996, "one line of code")."""
     u, v, sign = numbers.T
     with np.errstate(over="ignore", divide="ignore"):  # a small alpha gives 0 or 1
         root = np.sqrt(1 + 1 / (((1 - u) ** (-1 / alpha) - 1) * np.cos(2 * np.pi * v) ** 2))
@@ -52,12 +52,12 @@ def beta(alpha: float, numbers: np.ndarray) -> np.ndarray:
 
 
 class Mixed:
-    """Another source's samples, of which training mixes each with another one.
+    """A source that wraps another one and mixes each training sample with a partner.
 
-    The other one is any place of the epoch, and comes as training takes it there, with its own transforms. So the
-    classes are as often in both, and all is a pure function of (seed, epoch, index): 1 rank = N ranks. Of several
-    ``configs`` each sample takes one by chance. The label becomes that of the larger share; the other one and the share
-    travel beside it (``PARTNER``, ``SHARE``). ``number``: of the first one in the list of transforms.
+    The partner is a random position of the epoch, with its own transforms, so both have the same distribution of
+    classes. All is a pure function of (seed, epoch, index), so 1 rank = N ranks. If there are several ``configs``, each
+    sample uses a random one. The label is the class with the larger share; the other class and the share are added to
+    the labels (``PARTNER``, ``SHARE``). ``number``: the number of transforms before, as a key of random numbers.
     """
 
     ordered = False
@@ -105,18 +105,18 @@ class Mixed:
 def _mix(
     inputs: Mapping[str, np.ndarray], rows: np.ndarray, others: np.ndarray, numbers: np.ndarray, config: TransformConfig
 ) -> np.ndarray:
-    """Mix ``others`` (k,) of the samples into these ``rows`` (k,), in place; return the shares (k,) that rows keep."""
-    wished = beta(config.alpha or 1.0, numbers[:, :3])
-    kept = wished
+    """Mix samples ``others`` (k,) into samples ``rows`` (k,) in place; return the shares (k,) that rows keep."""
+    drawn_shares = beta(config.alpha or 1.0, numbers[:, :3])
+    kept = drawn_shares
     for x in inputs.values():
         a = x[rows]
-        kept = MIXING[config.name](a, x[others], wished, numbers[:, 3:])
+        kept = MIXING[config.name](a, x[others], drawn_shares, numbers[:, 3:])
         x[rows] = a
     return kept
 
 
 def _check(sample: Sample, ordered: bool, config: TransformConfig, where: str) -> None:
-    """Refuse data whose samples or labels cannot be mixed."""
+    """Refuse inputs or labels that cannot be mixed."""
     if ordered:
         what = "a stream is read in its own order, and gives no other sample to mix with"
         raise DataError(what, where=where, fix="leave it out, or give an object with fetch")

@@ -1,4 +1,4 @@
-"""A packed data set as sources: its files are mapped, not read."""
+"""Open a packed data set, whose files are memory-mapped."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def open_packed(
 ) -> tuple[Packed, Packed, Packed | None]:
     """Open (train, val, test) of a packed folder.
 
-    The sizes of all files are checked; their contents are not, which is the work of ``packing.check``. ``labelled``:
-    whether labels are looked at.
+    The sizes of all files are checked, but not their contents (``packing.check`` does that). ``labelled``: whether
+    labels are needed.
     """
     manifest = read_manifest(folder)
     parts = manifest.train, manifest.val, manifest.test
@@ -34,12 +34,12 @@ def open_packed(
 
 
 def label_classes(sample: Sample, task: TaskConfig) -> dict[str, bool]:
-    """Return for each label whether the task takes it for one of 0, 1, ..."""
+    """Return {label: whether the task treats it as classes}."""
     return {name: task.classes(name, len(sample.labels) == 1) for name in sample.labels}
 
 
 def _check_task(manifest: Manifest, sample: Sample, config: DataConfig, task: TaskConfig, folder: Path) -> None:
-    """Check that the labels suit the task: they were made for the task of the packing."""
+    """Check that the labels, which were packed for one task, suit this task."""
     for name, wanted in label_classes(sample, task).items():
         field = sample.labels[name]
         if wanted != manifest.classes.get(name):
@@ -95,23 +95,22 @@ class Packed:
         )
         return inputs, labels
 
-    def label(self, name: str, places: np.ndarray) -> np.ndarray:
-        """Return the labels of this name, (k, ...), of the samples at these places (k,); no input is read."""
-        shards, rows = np.divmod(np.asarray(places, np.int64), self._rows)
+    def label(self, name: str, indices: np.ndarray) -> np.ndarray:
+        """Return label ``name`` (k, ...) of the samples ``indices`` (k,) without reading their inputs."""
+        shards, rows = np.divmod(np.asarray(indices, np.int64), self._rows)
         return _rows_of(self._maps["labels"][name], shards, rows).reshape(-1, *self.sample.labels[name].shape)
 
 
 def _declared(field: Field, images: bool, alone: bool) -> Field:
-    """Return an input's field by ``data.images``, which need not be as it was when the data were packed."""
+    """Return the field of an input for this ``data.images``, which may differ from the one at packing."""
     image = is_image(field.shape, np.dtype(field.dtype), alone, images)
     return replace(field, shape=(*field.shape, 1) if image and len(field.shape) == 2 else field.shape, image=image)
 
 
 def _rows_of(maps: list[np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Take samples from the files of a field: shards (k,) and the rows (k,) in them -> (k, ...)."""
+    """Read samples (k, ...) of a field, given the shard (k,) and the row in it (k,) of each."""
     if len(maps) == 1:
         return maps[0][rows]
-    # (k, ...): rows of each file go to their places.
     out = np.empty((len(rows), *maps[0].shape[1:]), maps[0].dtype)
     for number in np.unique(shards):
         chosen = shards == number
@@ -120,7 +119,7 @@ def _rows_of(maps: list[np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np
 
 
 def mapped(folder: Path, field: Field, shard: Shard) -> np.ndarray:
-    """Map a file into memory, (count, *shape of the field), and check that it is what the manifest says."""
+    """Memory-map a file as (count, *shape of the field), and check shape and dtype against the manifest."""
     path = folder / shard.file
     _check_size(path, shard)
     try:

@@ -1,7 +1,7 @@
-"""A data set packed into a few large files: each field of a part (train, val) in .npy shards.
+"""Pack a data set into a few large files: .npy shards for each field of a part (train, val).
 
-Samples keep their order and their split, so training gives the same weights as from the files they came from. The
-manifest is written last: a folder without one was not finished.
+Samples keep their order and their split, so training gives the same weights as on the original files. The manifest is
+written last: a folder without one is incomplete.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hvd_train.errors import ConfigError, DataError, TrainError
 from hvd_train.files import LEFT, AtomicFile
 from hvd_train.protocol import Field, Source
 
-# Of a shard's largest field: few files, and enough of them to share among ranks.
+# Size of a shard's largest field: few files, but enough of them to distribute over ranks.
 SHARD_BYTES = 256 << 20
-PIECE_BYTES = 16 << 20  # what is fetched at once
+PIECE_BYTES = 16 << 20  # fetched at once
 PARTS = ("train", "val", "test")
 
 
@@ -49,9 +49,9 @@ class Alone:
 def pack(
     train: Source, val: Source, test: Source | None, origin: str, task: TaskConfig, folder: Path, world: World
 ) -> Manifest:
-    """Write all parts, each rank its shards; return the manifest on every rank, or raise the error of any rank.
+    """Write all parts, with the shards distributed over ranks; return the manifest, or raise an error, on every rank.
 
-    ``origin``: where the samples come from, for people.
+    ``origin``: a description of where the samples come from.
     """
     _on_all_ranks(world, lambda: _fresh(folder) if world.rank == 0 else None)
     parts = {}
@@ -77,13 +77,13 @@ def pack(
 
 
 def _fresh(folder: Path) -> None:
-    """Make the folder, which must hold no packed data."""
+    """Create the folder; raise ConfigError if it holds packed data already."""
     if (folder / MANIFEST).exists():
         raise ConfigError("holds a packed data set already", where=str(folder), fix="remove it, or name another folder")
     if folder.exists() and not folder.is_dir():
         raise ConfigError("is a file", where=str(folder), fix="name a folder")
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f"*{LEFT}"):  # of a packing that was ended
+    for left in folder.glob(f"*{LEFT}"):  # of an interrupted packing
         left.unlink()
 
 
@@ -91,7 +91,7 @@ def _pack_part(name: str, source: Source, folder: Path, world: World) -> Part:
     """Write one part, and return its entry of the manifest."""
     n, fields = len(source), {kind: getattr(source.sample, kind) for kind in KINDS}
     widths = [_width(field) for kind in KINDS for field in fields[kind].values()]
-    # Samples of a shard: limited by its bytes, and such that every rank has one to write.
+    # Samples of a shard: limited by its size, and such that every rank has a shard to write.
     rows = max(1, min(SHARD_BYTES // max(*widths, 1), -(-n // world.size)))
     piece = max(1, min(rows, PIECE_BYTES // max(1, sum(widths))))
 
@@ -117,12 +117,12 @@ def _pack_part(name: str, source: Source, folder: Path, world: World) -> Part:
 def _write(
     part: str, number: int, source: Source, span: range, piece: int, folder: Path
 ) -> dict[tuple[str, str], Shard]:
-    """Write one shard of every field: the samples of ``span``, ``piece`` of them at once."""
+    """Write shard ``number`` of every field: the samples of ``span``, ``piece`` of them at a time."""
     sample, files = source.sample, {}
     try:
         for kind in KINDS:
             for name, field in getattr(sample, kind).items():
-                # The .npy header first, with the final shape: the rows that follow are only appended.
+                # The .npy header with the final shape comes first, so that rows can be appended.
                 files[kind, name] = file = _HashedFile(folder / f"{part}-{kind}-{name}-{number:05d}.npy")
                 facts = {"descr": np.lib.format.dtype_to_descr(np.dtype(field.dtype)), "fortran_order": False}
                 np.lib.format.write_array_header_2_0(file, {**facts, "shape": (len(span), *field.shape)})
@@ -144,7 +144,7 @@ def _write(
 
 
 class _HashedFile(AtomicFile):
-    """A file that is whole or not there, with its size and digest."""
+    """An atomically written file that counts its size and computes its SHA-256."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -158,12 +158,12 @@ class _HashedFile(AtomicFile):
 
 
 def _width(field: Field) -> int:
-    """Return the bytes of one sample."""
+    """Return the size of one sample in bytes."""
     return math.prod(field.shape) * np.dtype(field.dtype).itemsize
 
 
 def check(folder: Path, world: World) -> Manifest:
-    """Read every file and compare its SHA-256, each rank its share; the first fault is raised on all ranks."""
+    """Read all files, distributed over ranks, and compare their SHA-256; the first error is raised on all ranks."""
     manifest = _on_all_ranks(world, lambda: read_manifest(folder))[0]
 
     def look() -> None:
@@ -181,7 +181,7 @@ def check(folder: Path, world: World) -> Manifest:
 
 
 def _on_all_ranks(world: World, work: Callable[[], Any]) -> list[Any]:
-    """Return every rank's result; an error of one rank is raised on all, so that nobody waits."""
+    """Run ``work`` on every rank and return all results; raise an error of one rank on all, so that none hangs."""
     result: Any = None
     error: TrainError | None = None
     try:

@@ -1,4 +1,4 @@
-"""Arrays of samples of different lengths, which are read as if they were padded to one length."""
+"""Arrays of samples of different lengths, padded to one length when they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGER = "raise data.lengths.max_length, or set data.lengths.truncate: true"
 
 @dataclass(frozen=True)
 class Varying:
-    """The fields of a source whose first axis differs from sample to sample, and its length in each sample, (n,)."""
+    """The fields of variable length in a source, and the length (n,) of each sample."""
 
     lengths: np.ndarray
     inputs: tuple[str, ...]
@@ -32,10 +32,10 @@ class Varying:
 
 
 class RaggedRows:
-    """Samples (length, ...) one after the other, and read by rows as (k, limit, ...).
+    """Concatenated samples of different lengths, which rows are read from as a padded array (k, limit, ...).
 
-    ``starts``, ``lengths``: (n,), of each sample in ``flat`` (all places, ...). ``padding``: the value of places after
-    a sample's end.
+    ``flat``: all samples, concatenated; ``starts``, ``lengths``: (n,) of each sample in it. ``padding``: the value
+    after the end of a sample.
     """
 
     def __init__(self, flat: np.ndarray, starts: np.ndarray, lengths: np.ndarray, limit: int, padding: int = 0) -> None:
@@ -46,22 +46,22 @@ class RaggedRows:
         return len(self.lengths)
 
     def __getitem__(self, rows: Any) -> np.ndarray:
-        """rows (k,), or a slice."""
-        lengths, places = self.lengths[rows], np.arange(self.shape[1])
-        there = places < lengths[:, None]  # (k, limit)
+        """Read rows (k,), or a slice."""
+        lengths, positions = self.lengths[rows], np.arange(self.shape[1])
+        there = positions < lengths[:, None]  # (k, limit)
         out = np.full((len(lengths), *self.shape[1:]), self._padding, self.dtype)
-        out[there] = self._flat[(self._starts[rows][:, None] + places)[there]]
+        out[there] = self._flat[(self._starts[rows][:, None] + positions)[there]]
         return out
 
 
 def is_ragged(value: Any) -> bool:
-    """Return whether a value is a list of samples that have a length each."""
+    """Return whether a value is a list of arrays, which may have different lengths."""
     listed = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object)
     return listed and len(value) > 0 and not isinstance(value[0], str | bytes) and np.ndim(value[0]) > 0
 
 
 def ragged_rows(value: Iterable[Any], name: str, where: str, config: LengthsConfig, padding: int = 0) -> RaggedRows:
-    """Join a list of samples, (length, ...) each, within the limit."""
+    """Concatenate a list of samples (length, ...), each cut to data.lengths.max_length."""
     samples = []
     for k, one in enumerate(value):
         try:
@@ -80,7 +80,7 @@ def ragged_rows(value: Iterable[Any], name: str, where: str, config: LengthsConf
 def joined_rows(
     flat: np.ndarray, lengths: np.ndarray, name: str, where: str, config: LengthsConfig, padding: int = 0
 ) -> RaggedRows:
-    """Make rows of samples that lie one after the other in ``flat``, within the limit; ``lengths``: (n,)."""
+    """Make rows of samples that are concatenated in ``flat``; ``lengths``: (n,), cut to data.lengths.max_length."""
     check_lengths(lengths, name, where, config)
     if flat.dtype.kind in "iu" and not np.iinfo(flat.dtype).min <= padding <= np.iinfo(flat.dtype).max:
         flat = flat.astype(np.int64)
@@ -89,7 +89,7 @@ def joined_rows(
 
 
 def check_lengths(lengths: np.ndarray, name: str, where: str, config: LengthsConfig) -> None:
-    """Refuse samples that are empty, or longer than the limit where they are not cut."""
+    """Refuse samples that are empty, or longer than max_length unless ``truncate`` is set."""
     if not lengths.all():
         bad = int(np.argmin(lengths))
         raise DataError(f"{name} of sample {bad} has the length 0", where=where, fix="leave the sample out")

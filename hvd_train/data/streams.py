@@ -1,4 +1,4 @@
-"""A stream of the user: samples that come one after the other, with no way to ask for the k-th."""
+"""A user's stream: samples that can only be iterated in order."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ END = object()
 
 
 class Stream:
-    """Samples by index of an object that is iterated, or that has ``iterate(epoch, start)``."""
+    """Access by index to an iterable, or to an object with ``iterate(epoch, start)``."""
 
-    # An index ahead is reached by reading on, one behind by beginning anew: cheap for a loader that asks in rising
-    # order. The place in the stream is thus the number of samples used, which every checkpoint holds.
+    # A later index is reached by skipping, an earlier one by starting again: cheap for a loader with rising indices.
+    # So the position in the stream is the number of samples used, which every checkpoint holds.
 
     def __init__(self, user_stream: Any, where: str) -> None:
         self._user_stream, self._where = user_stream, where
         self._samples: Iterator[Any] = iter(())
         self._epoch: int | None = None
-        # Of the next sample; the end: nothing is open yet.
-        self._place = len(user_stream)
+        # The index of the next sample; the end: nothing is open yet.
+        self._position = len(user_stream)
         self.fingerprint = user_stream.fingerprint
         if hasattr(user_stream, "num_classes"):
             self.num_classes = user_stream.num_classes
         self._first = self.fetch(np.zeros(1, np.int64))
         self._epoch = None
-        # The first sample once more, from the beginning.
+        # The first sample again, from a new iterator.
         if list(map(_bytes, self.fetch(np.zeros(1, np.int64)))) != list(map(_bytes, self._first)):
             what = "begun anew, the stream gives another first sample: ranks and resumed runs would read different ones"
             fix = "let each iter give the same, random numbers of a fixed seed too; iterate(epoch, start) may use epoch"
@@ -41,18 +41,18 @@ class Stream:
         return len(self._user_stream)
 
     def fetch(self, indices: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
-        """Return inputs and labels, each (k, ...) or a dict of such; indices (k,) must rise."""
-        if epoch == self._epoch and self._place > 0 and len(indices) == 1 and indices[0] == 0:
-            # Asked for its shapes alone, by a rank without a part of a batch.
+        """Return inputs and labels, each (k, ...) or a dict of such; indices (k,) must increase."""
+        if epoch == self._epoch and self._position > 0 and len(indices) == 1 and indices[0] == 0:
+            # A rank whose part of a batch is empty only needs the shapes.
             return self._first
         samples = [self._at(int(index), epoch) for index in indices]
         return _stacked([inputs for inputs, _ in samples]), _stacked([labels for _, labels in samples])
 
     def _at(self, index: int, epoch: int) -> tuple[Any, Any]:
-        if epoch != self._epoch or index < self._place:
+        if epoch != self._epoch or index < self._position:
             self._open(epoch, index)
-        sample = next(itertools.islice(self._samples, index - self._place, None), END)
-        self._place = index + 1
+        sample = next(itertools.islice(self._samples, index - self._position, None), END)
+        self._position = index + 1
         if sample is END:
             what = f"the stream ended before sample {index} of epoch {epoch}, and its length is {len(self)}"
             raise DataError(what, where=self._where, fix="let __len__ return how many samples an epoch has")
@@ -62,12 +62,12 @@ class Stream:
         for name, part in zip(("inputs", "label"), sample, strict=True):
             for one in part.values() if isinstance(part, dict) else [part]:
                 check_no_mask(one, f"{name} of sample {index}", self._where)
-        return _copied(sample[0]), _copied(sample[1])  # it may write the next one in the same place
+        return _copied(sample[0]), _copied(sample[1])  # the stream may reuse the array for the next sample
 
     def _open(self, epoch: int, start: int) -> None:
         jump = hasattr(self._user_stream, "iterate")
         self._samples = iter(self._user_stream.iterate(epoch, start) if jump else self._user_stream)
-        self._epoch, self._place = epoch, start if jump else 0
+        self._epoch, self._position = epoch, start if jump else 0
 
 
 def _bytes(part: Any) -> bytes:

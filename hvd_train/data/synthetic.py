@@ -1,4 +1,4 @@
-"""Made-up samples."""
+"""Random samples, computed on access, for timing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NOISE = 0x5EED  # key of the synthetic noise
 
 
 class Synthetic:
-    """Sample i is a pure function of i: its class' pattern and noise, halved. Memory does not grow with n.
+    """Samples that are a pure function of their index: the mean of a class pattern and noise.
 
-    ``start`` is the place of the first sample in the endless stream, so that training and validation never overlap.
-    ``masked``: samples of one class have no label.
+    ``start``: the index of the first sample in the endless sequence, so that training and validation do not overlap.
+    ``masked``: one of the classes is ``ignore_index``.
     """
 
     def __init__(self, n: int, shape: Sequence[int], num_classes: int, start: int = 0, masked: bool = False) -> None:
@@ -35,17 +35,16 @@ class Synthetic:
         return self._n
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
-        places = np.asarray(indices, np.int64) + self._start
-        labels = places % self._classes
-        inputs = _noise(mix(NOISE, 2), places.astype(U64), self._size)
+        numbers = np.asarray(indices, np.int64) + self._start
+        labels = numbers % self._classes
+        inputs = _noise(mix(NOISE, 2), numbers.astype(U64), self._size)
         inputs *= np.float32(0.5)
         inputs += self._patterns[labels]
         return {INPUT: inputs.reshape(-1, *self._shape)}, {LABEL: labels}
 
 
-def _noise(key: int, places: np.ndarray, size: int) -> np.ndarray:
-    """Make noise for places (k,): (k, size) float32 in [0, 1]. A value has 8 bits, so one hash makes eight."""
-    # Hashes of a sample; the bytes of each are eight values.
-    words = -(-size // 8)
-    bits = stream(key, places[:, None] * U64(words) + np.arange(words, dtype=U64)).astype("<u8")
+def _noise(key: int, numbers: np.ndarray, size: int) -> np.ndarray:
+    """Make noise (k, size) float32 in [0, 1] for sample numbers (k,). Each byte of a 64-bit hash is one value."""
+    words = -(-size // 8)  # hashes of a sample
+    bits = stream(key, numbers[:, None] * U64(words) + np.arange(words, dtype=U64)).astype("<u8")
     return np.divide(bits.view(np.uint8)[:, :size], np.float32(255), dtype=np.float32)

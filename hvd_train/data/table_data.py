@@ -1,4 +1,4 @@
-"""A table as a data set: which columns are inputs and which are labels."""
+"""Open a table as a data set: choose the columns of inputs and labels, and convert them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hvd_train.data.ragged import joined_rows
 from hvd_train.errors import DataError
 from hvd_train.protocol import Sample
 
-INDEX = re.compile(r"|Unnamed: \d+(\.\d+)*|__index_level_\d+__")  # what pandas calls a column of row numbers
-MANY = 10  # rows, below which a column may count them by chance
+INDEX = re.compile(r"|Unnamed: \d+(\.\d+)*|__index_level_\d+__")  # names that pandas gives to a column of row numbers
+MANY = 10  # rows; with fewer, a column may look like row numbers by chance
 
 
 def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
@@ -59,15 +59,15 @@ def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
 def _features(
     have: Sequence[str], labels: Sequence[str], config: DataConfig, run: Sample | None
 ) -> tuple[list[str], list[str]]:
-    """Return the columns of the inputs, in the order that the run knows, and remarks for the user."""
+    """Return the names of the input columns, in the order of the trained run if any, and remarks."""
     learned = set(labels)
     others = [name for name in have if name not in learned]
     if run is None:
         return (config.features, []) if config.features else _without_index(others)
     columns = next(iter(run.inputs.values())).columns
-    if not columns and config.lengths:  # inputs have the names of their columns
+    if not columns and config.lengths:  # each input is named like its column
         columns = tuple(name for name in run.inputs if name != config.lengths.mask)
-        if len(columns) == 1 and columns[0] not in others:  # other data may call it otherwise
+        if len(columns) == 1 and columns[0] not in others:  # its name may differ in other data
             return config.features or others, []
     if not columns:
         names = config.features or others
@@ -84,8 +84,8 @@ def _features(
 
 
 def _without_index(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Leave out the numbers of rows that pandas writes into a file, and say so."""
-    # In a file that is sorted by its labels they alone tell the label.
+    """Leave out the column of row numbers that pandas writes; return the others, and remarks."""
+    # In a file sorted by label, row numbers alone would predict the label.
     index = [name for name in names if INDEX.fullmatch(name)]
     kept = [name for name in names if name not in index]
     if not index or not kept:
@@ -96,7 +96,7 @@ def _without_index(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _remarks_on_counters(table: tables.Table, inputs: np.ndarray, features: Sequence[str]) -> list[str]:
-    """Return a line about columns that count the rows of the file."""
+    """Return a remark for each column that counts the rows of the file."""
     if len(inputs) < MANY:
         return []
     counters = [name for name, x in zip(features, inputs.T, strict=True) if (np.diff(x) == 1).all()]
@@ -108,7 +108,7 @@ def _remarks_on_counters(table: tables.Table, inputs: np.ndarray, features: Sequ
 
 
 def _check_columns(file: Path, features: Sequence[str], labels: Sequence[str], run: Sample | None) -> None:
-    """Check that a file has all columns."""
+    """Check that a file has all columns of features and labels."""
     have = tables.names_of(file)
     there = set(have)
     missing = [name for name in features if name not in there]
@@ -130,7 +130,7 @@ def _of_table(
     task: TaskConfig,
     remarks: Sequence[str],
 ) -> Arrays:
-    """Make a source of a table: inputs (n, features), labels (n,) or (n, labels), or a dict of them by name."""
+    """Make a source from a table: inputs (n, features), labels (n,) or (n, labels), or {name: (n,)}."""
     inputs = np.stack([table.numbers(name) for name in features], axis=1)
     if not config.features and not classes.run:
         remarks = [*remarks, *_remarks_on_counters(table, inputs, features)]
@@ -161,7 +161,7 @@ def _of_lists(
     task: TaskConfig,
     remarks: Sequence[str],
 ) -> Arrays:
-    """Make a source of a table with lists: each feature is an input of its name, of which lists have their lengths."""
+    """Make a source from a table with lists: each feature is an input of its own, and lists vary in length."""
     where, lengths = str(table.path), config.lengths
     listed = [name for name in (*features, *labels) if table.is_list(name)]
     if lengths is None:
@@ -180,7 +180,7 @@ def _of_lists(
             before and name in before.inputs and not before.inputs[name].whole
         ):  # numbers with a fraction, which may be whole in some files
             flat = flat.astype(np.float64)
-        # Of 64 bits without a sign, those that int64 does not hold are refused where samples are read.
+        # uint64 is kept: values too large for int64 are refused when samples are fetched.
         kept = flat if flat.dtype.kind == "f" or flat.dtype == np.uint64 else flat.astype(np.int64)
         inputs[name] = joined_rows(kept, sizes, f"column '{name}'", where, lengths)
     for name in labels:

@@ -1,4 +1,4 @@
-"""Tables: csv, tsv and Parquet files by columns. Every fault names the file, the column and the row, counted from 1
+"""Read columns of csv, tsv, Parquet and JSON lines files. Errors name the file, the column and the row, counted from 1
 after the header."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyarrow import ChunkedArray
 
 SUFFIXES = (".csv", ".tsv", ".parquet", ".jsonl")
-TYPED = (".parquet", ".jsonl")  # a column of text holds words, whatever they look like
+TYPED = (".parquet", ".jsonl")  # columns have types, so text that looks like numbers is text
 BLOCK = 1 << 20  # pyarrow's default
 MEND = "mend it, or leave the row or the column out"
 WORDS = "mend it, or leave the row out; words are classes under task.loss: cross_entropy alone, else number them first"
@@ -34,7 +34,7 @@ KINDS = {"int64": "whole number of 64 bits", "float64": "number"}
 
 
 def find_all(folder: Path) -> dict[str, Path]:
-    """Return {train, val and, if there is one, test: its file}, of any of the names that a part may have."""
+    """Return {part: its file} for train, val and, if there is one, test."""
     paths = {part: _find(folder, part) for part in PART_NAMES}
     return {part: path for part, path in paths.items() if path}
 
@@ -57,7 +57,7 @@ def _suffix(path: Path) -> str:
 
 
 def names_of(path: Path) -> list[str]:
-    """Return the names of a file's columns, in its order."""
+    """Return the column names of a file, in its order."""
     import pyarrow
 
     if _suffix(path) not in SUFFIXES:
@@ -87,13 +87,13 @@ def _no_utf8(path: Path, what: str) -> DataError:
 
 
 def _cells(path: Path, names: Sequence[str], broken: list[Any]) -> Any:
-    """Read these columns of a csv file as text; a row with too few or too many cells is put into ``broken``."""
+    """Read columns of a csv file as text; append a row with a wrong number of cells to ``broken`` and stop."""
     import pyarrow
     from pyarrow import csv as arrow
 
     as_text = {name: pyarrow.string() for name in names}
     convert = arrow.ConvertOptions(include_columns=list(names), column_types=as_text)
-    # With threads, an error would not name its row.
+    # With threads, pyarrow's errors do not name the row.
     options = arrow.ReadOptions(use_threads=False, block_size=_block(path))
 
     def stop(row: Any) -> str:
@@ -104,7 +104,7 @@ def _cells(path: Path, names: Sequence[str], broken: list[Any]) -> Any:
     try:
         return arrow.read_csv(path, options, parse, convert)
     except pyarrow.ArrowInvalid:
-        # A block may have ended within a cell of several lines. To look for them is slower, and few files need it.
+        # A block may end within a cell of several lines. Parsing such cells is slower, and few files have them.
         broken.clear()
         parse.newlines_in_values = True
         return arrow.read_csv(path, options, parse, convert)
@@ -112,9 +112,10 @@ def _cells(path: Path, names: Sequence[str], broken: list[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Table:
-    """Some columns of a file, in memory. ``notes``: what a user should know of the numbers that were taken.
+    """Some columns of a file, in memory.
 
-    ``late``: further keys of lines after the first one of a .jsonl file. ``joined``: a remark on rows of several lines.
+    ``notes``: remarks on converted values; ``late``: keys of a .jsonl file that its first line lacks; ``joined``: a
+    remark on rows of several lines.
     """
 
     path: Path
@@ -125,8 +126,7 @@ class Table:
 
     @classmethod
     def read(cls, path: Path, names: Sequence[str]) -> Table:
-        """Read these columns of a file; cells of a csv file stay text."""
-        # What they hold is not guessed from the first of them.
+        """Read columns of a file; cells of a csv file stay text, as their first rows do not tell the type."""
         import pyarrow
         from pyarrow import parquet
 
@@ -138,7 +138,7 @@ class Table:
                 return cls(path, *read_jsonl(path, names))
             if _suffix(path) == ".parquet":
                 size = parquet_size(path, names)
-            else:  # as if all columns were equally wide
+            else:  # estimated for columns of equal width
                 size = path.stat().st_size * len(names) // max(1, len(header(path)))
             check_free(2 * size, "reading the table", str(path), "take fewer columns, or store it as hdf5 or npy")
             if _suffix(path) == ".parquet":
@@ -158,7 +158,7 @@ class Table:
         return cls(path, columns, joined="" if _suffix(path) in TYPED else remark_on_lines(path, len(table)))
 
     def numbers(self, name: str, keep_whole: bool = False) -> np.ndarray:
-        """Return a column of numbers, (n,) float32; with ``keep_whole``, int64 where all are whole."""
+        """Return a column of numbers (n,) as float32, or with ``keep_whole`` as int64 if all are integers."""
         column = self._filled(name)
         kind = str(column.type)
         whole = kind.startswith(("int", "uint")) or (kind == "string" and _matched(column, WHOLE).all())
@@ -167,7 +167,7 @@ class Table:
         if kind == "string":
             values = self._parsed(name, column, "float64", WORDS if keep_whole else MEND)
         elif kind == "bool" or kind.startswith(("int", "uint", "float", "double", "halffloat", "decimal")):
-            values = np.asarray(column.cast("float64", safe=False))  # ids may have more than its 53 bits
+            values = np.asarray(column.cast("float64", safe=False))  # ids may exceed 2^53
         else:
             what = f"column '{name}' of type {kind} holds no numbers"
             raise DataError(what, where=str(self.path), fix="name others in data.features and data.labels")
@@ -180,10 +180,7 @@ class Table:
         return stored
 
     def _note_rounded(self, name: str, column: ChunkedArray, values: np.ndarray, stored: np.ndarray) -> None:
-        """Note whole numbers, as ids are, that 32 bits round, and others whose differences they round.
-
-        Of others nobody expects all digits.
-        """
+        """Add a note if float32 rounds integers (such as ids), or the differences of other numbers."""
         if not len(values):
             return
         if loses_differences(values, stored).any() and (values != np.rint(values)).any():
@@ -209,10 +206,10 @@ class Table:
             self.notes.append(f"{what} (leave out ids by data.features; count times from the first)")
 
     def classes(self, name: str, known: Classes, ignore: int) -> np.ndarray | Words:
-        """Return a column of classes, (n,) whole numbers or words.
+        """Return a column of classes (n,), integers or words.
 
-        A csv column holds numbers where all its cells are numbers, and words where none is one; '1' is a word where
-        classes are ``known`` and one is called so. ``ignore``: another number that is allowed.
+        A csv column holds integers if all its cells are numbers, and words if none is; '1' is a word if it is one of
+        the ``known`` class names. ``ignore``: task.ignore_index, which is allowed as well.
         """
         column = self._filled(name)
         if str(column.type) == "string":
@@ -234,11 +231,11 @@ class Table:
             expected = f"0 to {count - 1}" if count else "0, 1, 2, ..."
         if not good.all():
             raise self._fault(name, int(np.argmin(good)), column, f"is no class{_of(known)}: {expected}")
-        self._check_one_writing(name, column, values)
+        self._check_spelling(name, column, values)
         return values
 
-    def _check_one_writing(self, name: str, column: ChunkedArray, values: np.ndarray) -> None:
-        """Refuse two texts that are one number, as 7 and 007: they may be two classes."""
+    def _check_spelling(self, name: str, column: ChunkedArray, values: np.ndarray) -> None:
+        """Refuse two spellings of one number, such as 7 and 007: they may be two classes."""
         import pyarrow.compute as pc
 
         if str(column.type) != "string" or pc.count_distinct(column).as_py() == len(np.unique(values)):
@@ -256,7 +253,7 @@ class Table:
         of_numbers, n = int(numbers.sum()), len(column)
         if known.names and values_of(known.names) is None and (of_numbers < n or _holds_any(column, known.names)):
             return True
-        if 0 < of_numbers < n:  # what is rarer is the fault
+        if 0 < of_numbers < n:  # report one of the rarer kind
             odd = int(np.argmax(numbers if of_numbers < n - of_numbers else ~numbers))
             others = "are words" if numbers[odd] else f"of {n:,} labels {of_numbers:,} are numbers"
             what = f"is {'a number, and the others' if numbers[odd] else 'no whole number, and'} {others}"
@@ -283,7 +280,6 @@ class Table:
         return Words(codes, names)
 
     def texts(self, name: str) -> list[str]:
-        """Return a column of text."""
         column = self._filled(name)
         if str(column.type) != "string":
             what = f"column '{name}' of type {column.type} holds no text"
@@ -298,9 +294,9 @@ class Table:
         return pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
 
     def lists(self, name: str, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return a column of lists of numbers: all values one after the other, and the length of each list (n,).
+        """Return a column of lists of numbers: all values, concatenated, and the length of each list (n,).
 
-        ``whole``: only whole numbers will do, as of classes.
+        ``whole``: allow only integers, for classes.
         """
         import pyarrow
         import pyarrow.compute as pc
@@ -317,7 +313,7 @@ class Table:
         return np.asarray(flat), lengths
 
     def _filled(self, name: str) -> ChunkedArray:
-        """Return a column with its text trimmed; raises DataError where a row has no value."""
+        """Return a column with trimmed text; raises DataError if a row has no value."""
         import pyarrow
         import pyarrow.compute as pc
 
@@ -343,15 +339,14 @@ class Table:
 
 
 def _block(path: Path) -> int:
-    """Return the number of bytes that are parsed together."""
-    # A row that is longer would be cut.
+    """Return the block size in bytes for pyarrow's parser, which must be longer than any row."""
     with open(path, "rb") as stream:
         longest = max((len(stream.readline(LONGEST)) for _ in range(20)), default=0)
     return max(BLOCK, min(16 * longest, 1 << 30))
 
 
 def _matched(column: ChunkedArray, pattern: str) -> np.ndarray:
-    """Return for each text of a column, (n,) bool, whether all of it matches a pattern."""
+    """Return for each text of a column whether the whole text matches a pattern, (n,) bool."""
     import pyarrow.compute as pc
 
     return np.asarray(pc.match_substring_regex(column, f"^({pattern.strip('^$')})$"), bool)
@@ -388,8 +383,7 @@ def _castable(column: ChunkedArray, kind: str) -> bool:
 
 
 def _first_bad(column: ChunkedArray, kind: str) -> int:
-    """Find the row at which a cast fails."""
-    # By halves, as the library does not say which.
+    """Find the first row that cannot be cast, by bisection, because pyarrow does not name it."""
     low, high = 0, len(column)
     while high - low > 1:
         middle = (low + high) // 2

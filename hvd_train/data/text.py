@@ -1,4 +1,4 @@
-"""Text as bytes, of which the next one is to be predicted."""
+"""Text for models that predict the next byte."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hvd_train.protocol import Field, Fields, Sample
 
 
 class Text:
-    """Samples ``start`` to ``stop`` of text: i holds bytes [i T, i T + T), as numbers; its labels are the next ones.
+    """Samples ``start`` to ``stop`` of a text: sample i is bytes [i T, i T + T), and its labels are the next bytes.
 
-    ``masked``: one of the bytes does not count as a label.
+    ``masked``: ``ignore_index`` is one of the bytes.
     """
 
     CLASSES = 256  # bytes
@@ -31,7 +31,7 @@ class Text:
         return self._n
 
     def _sample(self, indices: np.ndarray) -> np.ndarray:
-        """Return the bytes of samples (k,) and the next one: (k, T + 1) uint8."""
+        """Return the T bytes of each sample (k,) and the byte after them: (k, T + 1) uint8."""
         first = (np.asarray(indices, np.int64) + self._start) * self._length
         return self._bytes[first[:, None] + np.arange(self._length + 1)]
 

@@ -1,5 +1,5 @@
-"""Transforms of samples on their way to the model. Random ones are drawn by (seed, epoch, index) alone, so they are
-the same for every world size, in both frameworks and after a resume."""
+"""Transforms of samples. Random ones depend on (seed, epoch, index) alone, so they are the same for every world size,
+in both frameworks and after a resume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def catalog() -> dict[str, str]:
 
 
 class Transformed:
-    """Another source's samples: as they are (``fetch``), or as training takes them (``drawn``)."""
+    """A source that wraps another one and applies random transforms in training (``drawn``), not in ``fetch``."""
 
     def __init__(self, source: Source, sample: Sample, steps: Sequence[_Step] = ()) -> None:
         self._source, self.sample, self._steps, self.fingerprint = source, sample, steps, source.fingerprint
@@ -47,15 +47,15 @@ class Transformed:
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
         fetched, labels = drawn(self._source, indices, seed, epoch)
-        inputs = {name: np.array(x) for name, x in fetched.items()}  # which transforms may write into
+        inputs = {name: np.array(x) for name, x in fetched.items()}  # copies: transforms may write in place
         for number, step in enumerate(self._steps):
-            # A key for each transform, so that adding one changes no other's numbers before it.
+            # Each transform has its own key, so adding one does not change the random numbers of those before it.
             inputs = step(inputs, Draws(mix(mix(seed, epoch), number), np.asarray(indices)))
         return inputs, labels
 
 
 def drawn(source: Source, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
-    """Fetch samples as training takes them in this epoch; most sources give the same in each."""
+    """Fetch samples for training in this epoch; sources without randomness return the same in each epoch."""
     draw = getattr(source, "drawn", None)
     return draw(indices, seed, epoch) if draw else source.fetch(indices)
 
@@ -69,11 +69,9 @@ def transformed(
     imported: Callable[[str, str], Callable[..., Any]],
     task: TaskConfig | None = None,
 ) -> dict[str, Source]:
-    """Give all parts ``normalize``, and the training part all transforms.
+    """Apply ``normalize`` to all parts, and the other transforms to the training part.
 
-    ``task``: of labels, None where there are none beside the inputs.
-
-    Raises DataError on the first sample where a transform does not fit.
+    ``task``: for the labels; None if the labels are the inputs. Raises DataError if a transform fails on sample 0.
     """
     steps: list[_Step] = []
     mixing: list[tuple[TransformConfig, str]] = []
@@ -151,7 +149,7 @@ def _built_in(config: TransformConfig, sample: Sample, where: str) -> _Step:
 
 
 def _remarks_on_places(sample: Sample, configs: Sequence[TransformConfig], task: TaskConfig | None) -> tuple[str, ...]:
-    """Return a line about labels of several numbers, which may be places in an image that a transform moves."""
+    """Return a remark on labels that may be coordinates in an image, if a transform moves pixels."""
     moving = [config.name for config in configs if config.name in MOVING]
     if not moving or task is None:
         return ()
@@ -165,9 +163,9 @@ def _remarks_on_places(sample: Sample, configs: Sequence[TransformConfig], task:
 
 
 def _user_step(function: Callable[..., Any], config: TransformConfig, where: str) -> _Step:
-    """Make a step of function(sample, rng, **options), which the user wrote.
+    """Make a step that applies a user's function(sample, rng, **options) to each sample.
 
-    ``sample``: the array of a sample, or {name: array} where it has several inputs.
+    ``sample``: an array, or {name: array} if there are several inputs.
     """
 
     def step(inputs: dict[str, np.ndarray], draws: Draws) -> dict[str, np.ndarray]:

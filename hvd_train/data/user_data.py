@@ -1,4 +1,4 @@
-"""Data of the user: a function or an object that gives arrays, sources or streams."""
+"""A user's own data: arrays, sources or streams, or a function that returns them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hvd_train.protocol import Field, Fields, Source
 
 
 def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_data: Any) -> Parts:
-    """Open (train, val), or (train, val, test), each of which is a source or a pair of arrays.
+    """Open (train, val) or (train, val, test), each a source, a stream or a pair of arrays.
 
-    ``user_data``: these, or a function(**data.options) that gives them; None: ``data.name`` names the function.
+    ``user_data``: the tuple, or a function(**data.options) that returns it; None: ``data.name`` names the function.
     """
     where = "data" if user_data is not None else f"data.name: {config.name}"
     made = user_data
@@ -38,7 +38,7 @@ def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_
     for name, part in zip(("train", "val", "test"), made, strict=False):
         if name == "test" and not request.reads_test:
             continue
-        if part is None and request.split:  # there is none
+        if part is None and request.split:  # the part does not exist
             continue
         parts[name] = source = _source(part, config, task, f"{where}, {name}", classes, request.labels)
         if isinstance(source, UserSource) and config.target == "labels":
@@ -50,7 +50,7 @@ def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_
 
 
 def imported(name: str, where: str) -> Callable[..., Any]:
-    """Import a function of the user; a DataError says why it cannot be."""
+    """Import a user's function; raise DataError with the reason if it cannot be imported."""
     return user_function(name, where, DataError)
 
 
@@ -67,7 +67,7 @@ def _call(function: Callable[..., Any], config: DataConfig, where: str) -> Any:
 def _source(
     part: Any, config: DataConfig, task: TaskConfig, where: str, classes: Known, labelled: bool = True
 ) -> Source:
-    """Make a source of one part of the user's data: arrays, an object with ``fetch``, or a stream."""
+    """Make a source from one part of the user's data: arrays, an object with ``fetch``, or a stream."""
     if not isinstance(part, tuple | list | dict):
         iterated = hasattr(part, "__iter__") and not hasattr(part, "__array__")
         if hasattr(part, "fetch") or not (iterated or hasattr(part, "iterate")):
@@ -105,7 +105,7 @@ STREAMED = (
 
 
 class UserSource:
-    """A source that the user wrote. Its fields are those of its first sample, so that faults show at once."""
+    """A user's object with ``fetch``. Its fields come from sample 0, which is fetched at once to find errors early."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class UserSource:
         images: bool | None = None,
         labelled: bool = True,
     ) -> None:
-        # ``num_classes`` is for labels that are classes.
+        # ``num_classes`` is required only for labels that are classes.
         wanted = ATTRIBUTES if "cross_entropy" in [loss for loss, _ in task.terms.values()] else ATTRIBUTES[:-1]
         missing = [name for name in wanted if not hasattr(user_source, name)]
         if missing:
@@ -133,7 +133,7 @@ class UserSource:
             fix = "list the values in the order of their numbers"
             raise DataError("data.classes: auto looks at all labels, and fetch gives some", where=where, fix=fix)
         for name, values in (labels if isinstance(labels, dict) else {LABEL: labels}).items():
-            if values.dtype.kind == "U":  # words are numbered where all of them are known
+            if values.dtype.kind == "U":  # numbering words would need all of them
                 what = f"labels of fetch are words, as '{values.reshape(-1)[0]}'{f' of {name}' * (name != LABEL)}"
                 raise DataError(what, where=where, fix="number the classes 0, 1, ...; data.classes names them")
         classes = classes.with_count(getattr(user_source, "num_classes", None))
@@ -146,7 +146,7 @@ class UserSource:
         return len(self._user_source)
 
     def watch(self, task: TaskConfig) -> None:
-        """Look at labels as they are fetched: they are not all known before."""
+        """Check labels at each fetch, as they cannot be checked in advance."""
         self._template.watch(task)
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
@@ -164,12 +164,12 @@ class UserSource:
 
 
 def _may_be_masked(field: Field, ignore: int) -> bool:
-    """Return whether some samples may have no label, or places without one: the first sample does not show it."""
+    """Return whether labels may be ``ignore_index`` in other samples than the first one."""
     return bool(field.classes and (field.shape or is_class(ignore, field.classes)))
 
 
 class RaggedSource(UserSource):
-    """A source of samples of different lengths that the user wrote; ``lengths`` (n,) are an attribute of it."""
+    """A user's object with ``fetch`` and ``lengths`` (n,), whose samples differ in length."""
 
     def __init__(
         self,
@@ -221,14 +221,14 @@ class RaggedSource(UserSource):
 
 
 def _whole(value: Any) -> Any:
-    """Read all rows of what is ragged."""
+    """Convert RaggedRows to padded arrays."""
     if isinstance(value, dict):
         return {key: _whole(x) for key, x in value.items()}
     return value[:] if isinstance(value, RaggedRows) else value
 
 
 class UserStream(UserSource):
-    """A stream that the user wrote, whose order is that of its samples."""
+    """A user's stream, which is read in its own order."""
 
     ordered = True
 
@@ -262,9 +262,9 @@ def _arrays(
     lengths: LengthsConfig | None = None,
     padding: int = 0,
 ) -> Any:
-    """Return one array, or a dict of them, whose names are the model's.
+    """Convert to one array, or to a dict of arrays named like the model's arguments.
 
-    ``lengths``: with it a list of samples is one of different lengths; ``padding``: what follows their ends.
+    ``lengths``: if set, lists of samples may differ in length; ``padding``: the value after their ends.
     """
     if not isinstance(value, dict):
         if lengths and is_ragged(value):
@@ -284,9 +284,9 @@ def _arrays(
 
 
 def _array(value: Any, name: str, where: str, count: int | None = None) -> Any:
-    """Return one array of all (``count``) samples.
+    """Convert to one array of all (``count``) samples.
 
-    Several arrays without names are refused: each model would take them for something else.
+    Several arrays without names are refused: their meaning would depend on the model.
     """
     if isinstance(value, RaggedRows):
         return value
@@ -305,7 +305,7 @@ def _array(value: Any, name: str, where: str, count: int | None = None) -> Any:
         raise DataError(f"{name} are not an array of numbers: {reason}", where=where) from error
     if array.dtype.kind == "U" and array.ndim == 1 and isinstance(value, list | tuple):
         odd = next((k for k, one in enumerate(value) if not isinstance(one, str)), None)
-        if odd is not None:  # NumPy made text of it, and words have the order of the alphabet
+        if odd is not None:  # NumPy has converted it to text, and words are numbered in alphabetical order
             what = f"{name} hold words and numbers: {value[odd]!r} at {odd:,}"
             raise DataError(what, where=where, fix="give all as words, or all as whole numbers")
     if array.dtype == object and (lengths := _lengths(array)):
@@ -314,7 +314,7 @@ def _array(value: Any, name: str, where: str, count: int | None = None) -> Any:
 
 
 def _lengths(value: Any) -> list[int]:
-    """Return the lengths of samples if there are several."""
+    """Return the different lengths of samples, sorted, or [] if all are equal."""
     try:
         lengths = sorted({len(sample) for sample in value if not isinstance(sample, str | bytes)})
     except TypeError:
@@ -329,7 +329,7 @@ def _ragged(name: str, lengths: list[int], where: str) -> DataError:
 
 
 def _describe(value: Any) -> str:
-    """Describe a value in words: a dict with x, y; a tuple of 3; an int."""
+    """Describe a value for messages: "a dict with x, y", "a tuple of 3", "int"."""
     if isinstance(value, dict):
         return f"a dict with {', '.join(map(str, list(value)[:8])) or 'nothing'}"
     if isinstance(value, tuple | list):

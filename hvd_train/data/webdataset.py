@@ -1,8 +1,8 @@
-"""WebDataset: images and their classes in tar files, which are read where they lie.
+"""WebDataset: images and classes in tar files, which are read without unpacking.
 
-A sample is the files of one folder and name up to the first dot: ``0001.jpg`` and ``0001.cls``. The headers of a tar
-file say where each of its files begins, so that samples are read in any order, as those of a folder are: a training has
-the order of the seed, on any number of ranks, and not that of the shards.
+The files of a sample share a folder and a name up to the first dot: ``0001.jpg`` and ``0001.cls``. The headers of a
+tar file tell where its files begin, so samples are read in any order. Training shuffles them by seed, on any number of
+ranks, whatever the order within the shards.
 
 Source of the format: the documentation of the package ``webdataset``, https://github.com/webdataset/webdataset.
 """
@@ -25,12 +25,12 @@ from hvd_train.errors import DataError
 
 CLASS, JSON = ".cls", ".json"
 JSON_KEYS = ("cls", "label")
-END = bytes(512)  # a block of zeros, with which an archive ends
-PIECE = 1 << 20  # bytes that are looked at in one go
+END = bytes(512)  # a block of zeros ends an archive
+PIECE = 1 << 20  # bytes read at once
 
 
 class _Header(tarfile.TarInfo):
-    """A header of a tar file; a negative size, from which Python before 3.11.14 never comes back, is an error."""
+    """A header of a tar file that refuses a negative size, which hangs Python before 3.11.14."""
 
     def _block(self, count: int) -> int:
         if count < 0:
@@ -39,10 +39,10 @@ class _Header(tarfile.TarInfo):
 
 
 class _Section(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A file object for a section of another file."""
 
     def __init__(self, file: BinaryIO, start: int, size: int) -> None:
-        self._file, self._start, self._size, self._place = file, start, size, 0
+        self._file, self._start, self._size, self._position = file, start, size, 0
 
     def readable(self) -> bool:
         return True
@@ -51,14 +51,15 @@ class _Section(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence])
-        return self._place
+        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}
+        self._position = max(0, offset + bases[whence])
+        return self._position
 
     def readinto(self, buffer) -> int:
-        self._file.seek(self._start + self._place)
-        data = self._file.read(max(0, min(len(buffer), self._size - self._place)))
+        self._file.seek(self._start + self._position)
+        data = self._file.read(max(0, min(len(buffer), self._size - self._position)))
         buffer[: len(data)] = data
-        self._place += len(data)
+        self._position += len(data)
         return len(data)
 
     def close(self) -> None:
@@ -68,7 +69,7 @@ class _Section(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file in a tar file, which begins at byte ``start``."""
+    """A file within a tar file, whose data begin at byte ``start``."""
 
     tar: Path
     name: str
@@ -91,14 +92,14 @@ class Member:
 
 
 def tar_files(folder: Path) -> list[Path]:
-    """Return the tar files of a folder and of the folders in it, in the order of their names."""
+    """Return the tar files of a folder and of its direct subfolders, sorted by name."""
     return sorted(x for pattern in ("*.tar", "*/*.tar") for x in folder.glob(pattern) if not x.name.startswith("."))
 
 
 def find_shards(path: Path) -> dict[str, list[Path]]:
-    """Return {part: its tar files}; of a path that names no parts all are "all".
+    """Return {part: its tar files}, or {"all": ...} if no name tells a part.
 
-    A word of a file's name says its part (``val-0003.tar``, ``photos-val-0003.tar``), or its folder (``val/0003.tar``).
+    The part is a word of the file name (``val-0003.tar``, ``photos-val-0003.tar``) or the folder (``val/0003.tar``).
     """
     if not path.is_dir():
         return {"all": [path]}
@@ -121,7 +122,7 @@ def find_shards(path: Path) -> dict[str, list[Path]]:
 
 
 def list_samples(files: Iterable[Path], where: Path, labels: bool) -> Listing:
-    """Read the headers of tar files and of their images, and the class of each; ``labels``: whether it is needed."""
+    """Read the headers of tar files and of their images, and with ``labels`` the class of each sample."""
     listing, pairs = Listing(where, numbered=True), []
     for tar in files:
         for members in _samples(tar):
@@ -143,12 +144,12 @@ def list_samples(files: Iterable[Path], where: Path, labels: bool) -> Listing:
 
 
 def _samples(tar: Path) -> Iterator[dict[str, Member]]:
-    """Yield {the name from its first dot on, in small letters: the file} for each sample of a tar file."""
+    """Yield for each sample of a tar file {lower-case name from the first dot on: the file}."""
     samples: dict[str, dict[str, Member]] = {}
     for member in _members(tar):
         folder, _, name = member.name.rpartition("/")
         stem, dot, suffix = name.partition(".")
-        if not stem or not dot:  # hidden, or a note
+        if not stem or not dot:  # a hidden file, or one without a suffix
             continue
         sample = samples.setdefault(f"{folder}/{stem}", {})
         if sample.setdefault(f".{suffix.lower()}", member) is not member:
@@ -157,7 +158,7 @@ def _samples(tar: Path) -> Iterator[dict[str, Member]]:
 
 
 def _members(tar: Path) -> list[Member]:
-    """Return the regular files of an archive, which must be whole: a copy that was cut off would lose samples."""
+    """Return the regular files of an archive, which must be complete: a truncated copy would lose samples."""
     try:
         with tarfile.open(tar, "r:", tarinfo=_Header) as archive:
             members = [Member(tar, one.name, one.offset_data, one.size) for one in archive if one.isreg()]
@@ -179,7 +180,7 @@ def _members(tar: Path) -> list[Member]:
 
 
 def _class_of(members: dict[str, Member], image: Member) -> str:
-    """Return the class of a sample as text."""
+    """Read the class of a sample, as text."""
     if CLASS in members:
         try:
             text = members[CLASS].read().decode("utf-8-sig").strip()

@@ -1,1 +1,1 @@
-"""Losses and metrics: a file for each family, and a row of ``table.py`` for each name."""
+"""Losses and metrics: a file per family, and an entry in ``table.py`` per name."""

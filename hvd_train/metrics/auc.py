@@ -1,4 +1,4 @@
-"""The areas under the ROC curve and under the curve of precision over recall."""
+"""The areas under the ROC curve and under the precision-recall curve."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SPREAD = 8.0
 
 
 class AUC(Metric):
-    """The chance that a sample of class 1 scores above one of class 0 (Hanley and McNeil 1982, Radiology 143).
+    """The probability that a sample of class 1 scores above one of class 0 (Hanley and McNeil 1982, Radiology 143).
 
     The sums are histograms of the scores, one of class 0 and one of class 1, for each of L labels: (2 L BINS,). Scores
-    in one bin count as equal, and a pair of equal ones counts a half. For ``exact`` each score has a bin of its own.
-    ``average``: how several labels become one number, as in scikit-learn; "": macro.
+    in the same bin are ties, which count a half. For ``exact`` each score has its own bin. ``average``: how several
+    labels are averaged, as in scikit-learn; "": macro.
     """
 
     two_classes_only = True
@@ -37,7 +37,7 @@ class AUC(Metric):
         ops, half = predictions.ops, self.length // 2
         score, yes, w = scores(predictions)
         position = ops.clip(ops.sigmoid(score / SPREAD) * BINS, BINS - 1.0)
-        # NaN has no bin: it goes to the first one, and the loss, which is NaN too, reports it.
+        # NaN goes to the first bin; the loss, which is NaN as well, reports it.
         bins = ops.cast(ops.where(score == score, position, 0.0), "int64")
         if self.ranked > 1:
             first = ops.from_numpy(np.arange(self.ranked) * BINS)  # (L,): the first bin of each label
@@ -55,7 +55,7 @@ class AUC(Metric):
         return self._mean(ranking.histograms(self.average == "micro"))
 
     def _mean(self, labels: list[tuple[np.ndarray, np.ndarray]]) -> float:
-        """Average the areas of labels, each given by its histograms of class 0 and 1; nan where none has an area."""
+        """Average the areas over labels, given the histograms (class 0, class 1) of each; nan if none is defined."""
         defined = [(zero, one) for zero, one in labels if self.defined(zero, one)]
         if not defined:
             return math.nan
@@ -63,39 +63,39 @@ class AUC(Metric):
         return float(np.average([self.area(*pair) for pair in defined], weights=weights))
 
     def defined(self, zero: np.ndarray, one: np.ndarray) -> bool:
-        """Return whether a label has an area: not where all samples have it, or none."""
+        """Return whether the area is defined, which needs samples of both classes."""
         return bool(zero.any() and one.any())
 
     def area(self, zero: np.ndarray, one: np.ndarray) -> float:
-        """Return the area of a label from its histograms (bins,), the lowest scores first."""
-        # (bins,): samples of class 0 below the middle of each bin.
+        """Compute the area from the histograms (bins,) of both classes, lowest scores first."""
+        # (bins,): samples of class 0 below the center of each bin.
         below = np.cumsum(zero) - zero / 2
         return float(below @ one / (zero.sum() * one.sum()))
 
 
 class AveragePrecision(AUC):
-    """The mean, over the samples of class 1, of the precision among all that score as high (Buckley and Voorhees 2000).
+    """The mean precision at the score of each sample of class 1 (Buckley and Voorhees 2000).
 
-    Equal scores have one precision, that of all of them, as in scikit-learn.
+    Ties share one precision, as in scikit-learn.
     """
 
     def defined(self, zero: np.ndarray, one: np.ndarray) -> bool:
         return bool(one.any())
 
     def area(self, zero: np.ndarray, one: np.ndarray) -> float:
-        # (bins,): samples of class 1, and of both, in each bin and above it.
+        # (bins,): samples of class 1, and of both classes, in each bin and above.
         right, predicted = (np.cumsum(x[::-1])[::-1] for x in (one, zero + one))
         there = one > 0
         return float((one[there] * right[there] / predicted[there]).sum() / one.sum())
 
 
 def scores(predictions: Predictions) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of each place how surely the model says yes, whether its label does, and its weight: (places,) each.
+    """Return (score for class 1, whether the label is class 1, weight) of each position, (positions,) each.
 
-    Scores and weights are float64: in 32 bits a count stands still at 2^24, which one batch of large masks has, and the
-    difference of two outputs makes ties of scores that differ.
+    Scores and weights are float64. A float32 count stops at 2^24, which a batch of large masks reaches, and a float32
+    difference of two outputs would create ties.
     """
     ops = predictions.ops
-    z, y, w = predictions.flat()  # (places,) or (places, 2); (places,); (places,)
+    z, y, w = predictions.flat()  # (positions,) or (positions, 2); (positions,); (positions,)
     z = ops.cast(z, "float64")
     return (z[:, 1] - z[:, 0] if len(z.shape) > 1 else z), says_yes(y), ops.cast(w, "float64")

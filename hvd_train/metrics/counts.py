@@ -1,7 +1,7 @@
-"""Precision, recall, F1, intersection over union and balanced accuracy, from counts for each class or label.
+"""Precision, recall, F1, intersection over union and balanced accuracy, from counts per class or label.
 
-A place is *predicted* as a class by its largest output, or as class 1 where its only output is above 0. Of labels for
-one output those above a half are class 1 (``says_yes``). A class is *right* where it is predicted and the label is it.
+The *predicted* class is the largest output, or class 1 if there is a single output and it is above 0. For a single
+output, labels above 0.5 are class 1 (``says_yes``). A prediction is *right* if it equals the label.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hvd_train.protocol import Tensor
 
 
 class Counts(Metric):
-    """A rate of three counts for each of K classes or labels: right, predicted, and actual, which the labels say.
+    """A metric computed from three counts for each of K classes or labels: right, predicted and actual.
 
     ``rate``: precision is right / predicted, recall is right / actual, f1 is their harmonic mean (van Rijsbergen 1979;
-    of masks it is Dice 1945), iou is right / (predicted or actual) (Jaccard 1912).
-    ``average``: how the K rates become one number, as in scikit-learn; "": of two classes that of class 1, else macro.
+    for masks Dice 1945), iou is right / (predicted or actual) (Jaccard 1912).
+    ``average``: how the K rates are averaged, as in scikit-learn; "": class 1 alone for two classes, else macro.
     """
 
     binary = "threshold"
@@ -39,8 +39,8 @@ class Counts(Metric):
 
     def _class_sums(self, predictions: Predictions) -> Tensor:
         ops, classes = predictions.ops, self.form.size
-        z, y, w = predictions.flat()  # (places,) or (places, C); (places,); (places,)
-        # In 32 bits a count stands still at 2^24, which one batch of large masks has.
+        z, y, w = predictions.flat()  # (positions,) or (positions, C); (positions,); (positions,)
+        # A float32 count stops at 2^24, which a batch of large masks reaches.
         w = ops.cast(w, "float64")
         by_class = len(z.shape) > 1
         actual = ops.cast(y if by_class else says_yes(y), "int64")
@@ -48,10 +48,10 @@ class Counts(Metric):
         right = w * ops.cast(predicted == actual, ops.dtype(w))
 
         def add(of: Tensor, values: Tensor) -> Tensor:
-            # A model may have more outputs than there are classes, as with a vocabulary that is rounded up. Labels that
-            # are no class are found by ``result``.
+            # A model may have more outputs than there are classes, for example a padded vocabulary. ``result`` reports
+            # labels that are not classes.
             known = (of >= 0) & (of < classes)
-            # All ranks are told one sum of theirs.
+            # The order of additions may vary: ranks exchange the sums, so all get the same result.
             return ops.scatter(classes, ops.where(known, of, 0), ops.where(known, values, 0.0), same_bits=False)
 
         return ops.concat([add(actual, right), add(predicted, w), add(actual, w)])
@@ -59,14 +59,14 @@ class Counts(Metric):
     def _label_sums(self, predictions: Predictions) -> Tensor:
         ops = predictions.ops
         z, y, w = (ops.reshape(x, (-1, self.form.size)) for x in predictions.flat())  # (n, K) each
-        # (n, K), 1 where the output or the label says yes.
+        # (n, K): 1 if the output or the label is yes.
         predicted, actual = ops.cast(z > 0, ops.dtype(w)), ops.cast(says_yes(y), ops.dtype(w))
         return ops.concat([ops.sum(w * x, 0) for x in (predicted * actual, predicted, actual)])
 
     def result(self, sums: np.ndarray) -> float:
         counts = self._counts(sums)
         _, predicted, actual = counts
-        if self.form.kind == "classes" and not counts.any():  # no place had a label
+        if self.form.kind == "classes" and not counts.any():  # no labels
             return math.nan
         if self.average == "micro":
             return float(self._rates(counts.sum(1, keepdims=True))[0])
@@ -75,11 +75,11 @@ class Counts(Metric):
             return float(rates[1])
         if self.average == "weighted":
             return float(rates @ actual / actual.sum()) if actual.any() else 0.0
-        # As scikit-learn: a class that neither labels nor predictions hold is not averaged, but every label is.
+        # As in scikit-learn: classes that never occur nor are predicted are left out, but no label is.
         return float(rates[predicted + actual > 0].mean() if self.form.kind == "classes" else rates.mean())
 
     def _counts(self, sums: np.ndarray) -> np.ndarray:
-        """Return the counts (3, K). Raises ConfigError for labels that are none of the classes."""
+        """Reshape the sums to counts (3, K). Raises ConfigError if some labels are not classes."""
         counts = sums.reshape(3, -1)
         _, predicted, actual = counts.sum(1).tolist()
         if self.form.kind == "classes" and predicted > actual * (1 + 1e-9):
@@ -91,7 +91,7 @@ class Counts(Metric):
         return counts
 
     def _rates(self, counts: np.ndarray) -> np.ndarray:
-        """(3, K) -> (K,); 0 where the denominator is 0, as in scikit-learn."""
+        """Compute the rates (K,) from counts (3, K); 0 if the denominator is 0, as in scikit-learn."""
         right, predicted, actual = counts
         above, below = {
             "f1": (2 * right, predicted + actual),
@@ -103,7 +103,7 @@ class Counts(Metric):
 
 
 class BalancedAccuracy(Counts):
-    """The mean of the recalls of the classes that labels hold (Brodersen et al. 2010)."""
+    """The mean recall over classes that occur in the labels (Brodersen et al. 2010)."""
 
     one_label_only = True
 

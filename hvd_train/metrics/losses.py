@@ -1,6 +1,6 @@
-"""The formulas of the losses: one value for each place, never a mean.
+"""The formulas of the losses: one value per position, never a mean.
 
-z are the outputs and y the labels, both (n, ...). cross_entropy takes outputs (n, ..., C) of C classes.
+z are the outputs and y the labels, both (n, ...). cross_entropy takes outputs (n, ..., C) for C classes.
 """
 
 from __future__ import annotations

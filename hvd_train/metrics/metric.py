@@ -1,6 +1,6 @@
-"""The contract of a metric, and the sums of which losses and metrics are made.
+"""The interface of a metric, and the sums from which losses and metrics are computed.
 
-n is the number of samples of a batch, T of places (each sample has T labels, or one), C of classes.
+n is the number of samples in a batch, C of classes. A sample has one label, or one per position (token, pixel).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvd_train.protocol import Ops, Tensor
 
 @dataclass(frozen=True)
 class LabelForm:
-    """The kind of labels: one of ``size`` classes (yes or no is one of two), or ``size`` labels of yes or no."""
+    """The kind of labels: one of ``size`` classes (a binary label is one of two), or ``size`` binary labels."""
 
     kind: Literal["classes", "labels"]
     size: int
@@ -28,7 +28,7 @@ class LabelForm:
     def of_shapes(cls, outputs: Sequence[int], labels: Sequence[int]) -> LabelForm:
         """Derive the form from the shapes of one sample's outputs and labels.
 
-        One axis of labels holds several labels. More axes, as of a mask over an image, are the places of one label.
+        One axis of labels means several labels. More axes, as in a mask of an image, are positions of one label.
         """
         if len(outputs) == len(labels) + 1 and outputs[-1] > 1:
             return cls("classes", outputs[-1])
@@ -37,17 +37,17 @@ class LabelForm:
 
 
 def says_yes(labels: Any) -> Any:
-    """Return where labels say yes. Of 0 and 1, of -1 and 1, and of shares as at the edges of a mask: above a half."""
+    """Return whether binary labels are yes, which is above 0.5: labels are 0 and 1, -1 and 1, or fractions."""
     return labels > 0.5
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """A batch's outputs and its labels.
+    """The outputs and labels of a batch.
 
-    outputs: (n, ...), or (n, ..., C) where the labels are classes. labels: (n, ...). weights: (n,), 1 for a sample and
-    0 for padding. present: (n, ...), 1 where a place has a label and 0 where it does not; None: all places have one.
-    raw: the outputs and labels as the model and the data give them, for functions of the user.
+    outputs: (n, ...), or (n, ..., C) if the labels are classes. labels: (n, ...). weights: (n,), 1 for a sample and 0
+    for padding. present: (n, ...), 1 for a label and 0 for none; None: all are present. raw: the outputs and labels
+    before any conversion, for a user's functions.
     """
 
     outputs: Tensor
@@ -58,7 +58,7 @@ class Predictions:
     ops: Ops
 
     def flat(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all places in one row: outputs (places,) or (places, C), labels (places,), weights (places,)."""
+        """Flatten outputs to (positions,) or (positions, C), labels to (positions,), weights to (positions,)."""
         ops, z, y, dtype = self.ops, self.outputs, self.labels, self.ops.dtype(self.weights)
         present = ops.cast(y == y, dtype) if self.present is None else self.present
         classes = (int(z.shape[-1]),) if len(z.shape) > len(y.shape) else ()
@@ -67,19 +67,19 @@ class Predictions:
 
 
 class Metric(ABC):
-    """A number that is made of sums over samples.
+    """A metric that is computed from sums over samples.
 
-    Sums add over micro-batches and ranks, so that any number of ranks gives the same number. ``masked``: some places
-    have no label.
+    Sums are added over micro-batches and ranks, so the result is the same for any number of ranks. ``masked``: some
+    positions have no label.
     """
 
-    length: int  # how many sums there are
+    length: int  # the number of sums
     two_classes_only = False
-    one_label_only = False  # not of several labels of yes and no
-    # How outputs that are numbers say yes: "threshold", by being above 0; "ranking", by being larger. "": they do not.
+    one_label_only = False  # not for several binary labels
+    # For binary metrics: "threshold" if an output above 0 is yes, "ranking" if only the order of outputs matters.
     binary = ""
-    # The labels of yes and no of a metric that follows from the order of all outputs, so that sums cannot be exact. For
-    # it an evaluation keeps the outputs, and asks for ``exact``. 0: sums tell all.
+    # The number of binary labels of a metric that depends on the order of all outputs, which sums only approximate. An
+    # evaluation then keeps the outputs and calls ``exact``. 0: sums are exact.
     ranked = 0
 
     def __init__(self, form: LabelForm, masked: bool = False) -> None:
@@ -87,22 +87,22 @@ class Metric(ABC):
 
     @abstractmethod
     def sums(self, predictions: Predictions) -> Tensor:
-        """Add up a batch: (length,)."""
+        """Return the sums of a batch, (length,)."""
 
     @abstractmethod
     def result(self, sums: np.ndarray) -> float:
-        """Compute the metric from the sums (length,) float64 of all batches and ranks; nan where there is none."""
+        """Compute the metric from the sums (length,) float64 of all batches and ranks; nan if it is undefined."""
 
     def exact(self, ranking: Ranking) -> float:
-        """Compute the metric from the outputs of all batches and ranks, if it is ``ranked``."""
+        """Compute a ``ranked`` metric from the outputs of all batches and ranks."""
         raise NotImplementedError
 
 
 class Mean(Metric):
-    """A metric that is a mean over samples, of one value for each sample or place.
+    """A metric that is a mean of one value per sample or position.
 
-    Its sums are S, the sum of the values, and W, their number, where some places have no label. Else W is the number of
-    samples, which the task adds up once for all: ``result`` gets (S, W) in both cases.
+    Its sums are S, the sum of the values, and W, their number, if some positions have no label. Otherwise W is the
+    number of samples, which the task sums once for all metrics. ``result`` gets (S, W) in both cases.
     """
 
     by_user = False
@@ -113,12 +113,12 @@ class Mean(Metric):
 
     @abstractmethod
     def values(self, predictions: Predictions) -> tuple[Tensor, Tensor | None]:
-        """Compute the value of each place (n, ...), and its weight (n, ...); None: all count alike."""
+        """Compute the value of each position (n, ...), and its weight (n, ...); None: all weights are 1."""
 
     def totals(self, predictions: Predictions) -> tuple[Tensor, ...]:
-        """Return ``sums`` as ``length`` tensors of shape ()."""
-        values, place_weights = self.values(predictions)
-        return weighted_sum(values, place_weights, predictions.weights, predictions.ops, self.by_user)
+        """Return ``sums`` as a tuple of ``length`` scalars."""
+        values, position_weights = self.values(predictions)
+        return weighted_sum(values, position_weights, predictions.weights, predictions.ops, self.by_user)
 
     def sums(self, predictions: Predictions) -> Tensor:
         return predictions.ops.stack(self.totals(predictions))
@@ -128,30 +128,30 @@ class Mean(Metric):
 
 
 def share(total: float, count: float) -> float:
-    """Return total / count; nan where nothing was counted, so that it never passes for a value."""
+    """Return total / count, or nan if the count is 0."""
     return total / count if count else math.nan
 
 
 def weighted_sum(
-    values: Tensor, place_weights: Tensor | None, weights: Tensor, ops: Ops, by_user: bool = False
+    values: Tensor, position_weights: Tensor | None, weights: Tensor, ops: Ops, by_user: bool = False
 ) -> tuple[Tensor, ...]:
-    """Add up values (n, ...) by the weights of their places (n, ...) and samples (n,).
+    """Sum values (n, ...), weighted by positions (n, ...) and samples (n,).
 
-    Returns (S, W), each of shape (). Without weights of places a sample counts by the mean over its places, W is the
-    number of samples, and (S,) is returned.
-    ``by_user``: values of a user's function, of which those that do not count may be NaN.
+    Returns (S, W), each of shape (). Without weights of positions it returns (S,), where a sample counts by the mean
+    over its positions, and W is the number of samples.
+    ``by_user``: values of a user's function, which may be NaN where the weight is 0.
     """
     values = ops.cast(values, ops.dtype(weights)) if by_user else values
-    if place_weights is None:
+    if position_weights is None:
         values = values if len(values.shape) == 1 else ops.row_means(values)
         # 0 times NaN is NaN, so padding must be left out before the product.
         return (ops.dot(ops.where(weights > 0, values, 0.0) if by_user else values, weights),)
-    w = flat_weights(place_weights, weights, ops)
+    w = flat_weights(position_weights, weights, ops)
     values = ops.reshape(values, (-1,))
     return ops.dot(ops.where(w != 0, values, 0.0), w), ops.sum(w, 0)
 
 
-def flat_weights(place_weights: Tensor, weights: Tensor, ops: Ops) -> Tensor:
-    """Multiply the weight of each place (n, ...) by that of its sample (n,), as (places,)."""
-    of_sample = ops.reshape(weights, (-1, *[1] * (len(place_weights.shape) - 1)))
-    return ops.reshape(ops.cast(place_weights, ops.dtype(weights)) * of_sample, (-1,))
+def flat_weights(position_weights: Tensor, weights: Tensor, ops: Ops) -> Tensor:
+    """Multiply the weights of positions (n, ...) by those of samples (n,), and flatten them to (positions,)."""
+    of_sample = ops.reshape(weights, (-1, *[1] * (len(position_weights.shape) - 1)))
+    return ops.reshape(ops.cast(position_weights, ops.dtype(weights)) * of_sample, (-1,))

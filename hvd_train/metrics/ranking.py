@@ -1,4 +1,4 @@
-"""The outputs of an evaluation with what their labels say, for metrics that follow from the order of all outputs."""
+"""All scores of an evaluation with their binary labels, for metrics that depend on the order of scores."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Different outputs that are kept: 32 bytes each, which every rank sends to all others.
+# Different scores kept at most: 32 bytes each, which every rank sends to all others.
 MOST = 1 << 18
-BATCHES = 4  # times as many may wait to be sorted
+BATCHES = 4  # times as many may be unsorted
 
-# Each row is (label, key of the output, samples that say no, samples that say yes).
-Rows = np.ndarray  # (4, rows) uint64, in the order of label and key
+# Each row is (label, key of the score, number of samples with no, number of samples with yes).
+Rows = np.ndarray  # (4, rows) uint64, sorted by label and key
 
 
 class Ranking:
-    """How many samples say yes and no at each output, for each of ``labels``: exact up to ``most`` different outputs.
+    """The counts of yes and no at each score, for each of ``labels``; exact up to ``most`` different scores.
 
-    Of more the last bits of all outputs are dropped, as many as it takes. So the result follows from the samples alone,
-    however they are divided into batches and ranks.
+    If there are more, as many low bits of all scores are dropped as necessary. So the result depends on the samples
+    alone, not on batches and ranks.
     """
 
     def __init__(self, labels: int, most: int = MOST) -> None:
         self._labels, self._most = labels, most
-        self._bits = 0  # that are dropped
+        self._bits = 0  # the number of bits dropped
         self._rows: Rows = np.zeros((4, 0), np.uint64)
         self._waiting: list[Rows] = []
-        self._count = 0  # of rows that wait
+        self._count = 0  # the number of waiting rows
 
     def add(self, scores: np.ndarray, marks: np.ndarray) -> None:
-        """Take a batch: scores (m,) in the order of samples and labels, and marks (m,) as ``Task.scores`` has them."""
+        """Add a batch: scores (m,), by sample and then label, and marks (m,) as in ``Task.scores``."""
         label = np.arange(len(scores)) % self._labels
         rows = np.stack([label.astype(np.uint64), sortable(scores), marks == 1, marks == 2]).astype(np.uint64)
         self._wait(rows[:, marks > 0])
@@ -37,7 +37,7 @@ class Ranking:
     def _wait(self, rows: Rows) -> None:
         self._waiting.append(rows)
         self._count += rows.shape[1]
-        if self._count > BATCHES * self._most:  # sorting is what takes time
+        if self._count > BATCHES * self._most:  # sort rarely, as that takes time
             self._settle()
 
     def _settle(self) -> None:
@@ -55,7 +55,7 @@ class Ranking:
         return np.append(np.uint64(self._bits), self._rows).tobytes()
 
     def joined(self, parts: Sequence[bytes]) -> Ranking:
-        """Return the ranking of several ones, given by their ``to_bytes``."""
+        """Merge several rankings, given by their ``to_bytes``."""
         whole = Ranking(self._labels, self._most)
         arrays = [np.frombuffer(part, np.uint64) for part in parts]
         whole._bits = max(int(x[0]) for x in arrays)
@@ -64,9 +64,9 @@ class Ranking:
         return whole
 
     def histograms(self, together: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return for each label the samples that say no, and yes, at each output (outputs,), the lowest first.
+        """Return for each label the counts of no and of yes at each score, (scores,) each, lowest first.
 
-        ``together``: of all labels as of one.
+        ``together``: treat all labels as one.
         """
         self._settle()
         rows = self._rows
@@ -77,14 +77,14 @@ class Ranking:
 
 
 def sortable(scores: np.ndarray) -> np.ndarray:
-    """Return keys (n,) uint64 in the order of float64 ``scores``. NaN is the lowest."""
+    """Map float64 ``scores`` to uint64 keys (n,) of the same order; NaN is the lowest."""
     bits = (np.where(np.isnan(scores), -np.inf, scores) + 0.0).view(np.uint64)  # -0.0 + 0.0 is 0.0
     sign = np.uint64(1 << 63)
     return np.where(bits & sign, ~bits, bits | sign)
 
 
 def grouped(rows: Rows, bits: int) -> Rows:
-    """Drop the last ``bits`` of the keys, and add up the rows that are equal then, in the order of label and key."""
+    """Drop the low ``bits`` of the keys, sort rows by label and key, and merge equal ones."""
     rows = rows.copy()
     rows[1] = rows[1] >> np.uint64(bits) << np.uint64(bits)
     rows = rows[:, np.lexsort((rows[1], rows[0]))]
@@ -95,12 +95,12 @@ def grouped(rows: Rows, bits: int) -> Rows:
 
 
 def different(rows: Rows, bits: int) -> int:
-    """Count the rows that ``grouped`` leaves of such in order."""
+    """Count the rows that ``grouped`` would return for sorted rows."""
     return int(_changes(rows, bits).sum())
 
 
 def _changes(rows: Rows, bits: int) -> np.ndarray:
-    """Return (rows,) where a row in order has another label or key than the one before."""
+    """Return for each sorted row whether its label or key differs from the row before, (rows,)."""
     label, key = rows[0], rows[1] >> np.uint64(bits)
     first = np.ones(min(1, len(key)), bool)
     return np.concatenate([first, (label[1:] != label[:-1]) | (key[1:] != key[:-1])])

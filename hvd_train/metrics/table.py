@@ -1,7 +1,6 @@
-"""The names of the built-in losses and metrics.
+"""The table of built-in losses and metrics.
 
-The configuration reads this table, so it imports neither NumPy nor a metric: the help and the checks of a configuration
-stay fast.
+The configuration reads this table, so it imports neither NumPy nor a metric, to keep help and checks fast.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from hvd_train.metrics.metric import Metric
 
-# Each is the function of its name in losses.py.
+# Each is a function in losses.py.
 LOSSES = ("cross_entropy", "mse", "mae", "huber", "bce")
 
 
@@ -23,9 +22,8 @@ LOSSES = ("cross_entropy", "mse", "mae", "huber", "bce")
 class MetricSpec:
     """A built-in metric.
 
-    ``better``: whether a smaller or a larger value is better. ``labels``: what the labels may be: numbers, classes (the
-    model has an output for each), or both. ``made_by``: the file in this folder, and the class in it, which is called
-    with ``options``.
+    ``better``: whether a smaller or a larger value is better. ``labels``: allowed labels: numbers, classes (the model
+    has an output for each), or both. ``made_by``: file:class in this folder; the class is called with ``options``.
     """
 
     better: Literal["min", "max"]
@@ -39,7 +37,7 @@ class MetricSpec:
         return getattr(importlib.import_module(f"hvd_train.metrics.{file}"), name)
 
 
-# "": the class or label 1 alone where there are two classes, else the mean ("macro").
+# "": class 1 alone if there are two classes, else macro.
 AVERAGES = {"": "", "_macro": "macro", "_micro": "micro", "_weighted": "weighted"}
 
 METRICS: dict[str, MetricSpec] = {
@@ -71,5 +69,5 @@ METRICS: dict[str, MetricSpec] = {
 
 @cache
 def loss_function(name: str) -> Callable[..., Any]:
-    """Return the function (outputs, labels, ops) of a built-in loss, which gives a value for each place."""
+    """Return the function (outputs, labels, ops) -> value per position of a built-in loss."""
     return getattr(importlib.import_module("hvd_train.metrics.losses"), name)

@@ -1,4 +1,4 @@
-"""Curves as text: a character of Braille holds 2 x 4 points."""
+"""Draw curves as text with Braille characters, which have 2 x 4 dots each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Points = Sequence[tuple[float, float]]
 
 
 class Canvas:
-    """``width`` x ``height`` characters over the rectangle of all ``points``; the y axis grows upwards."""
+    """A canvas of ``width`` x ``height`` characters, scaled to the range of ``points``; the y axis points upwards."""
 
     def __init__(self, width: int, height: int, points: Points) -> None:
         self.width, self.height = width, height
@@ -20,7 +20,7 @@ class Canvas:
         self.low_y, self.high_y = _span([y for _, y in points])
         self._cells = [[0] * width for _ in range(height)]
 
-    def _place(self, x: float, y: float) -> tuple[int, int]:
+    def _dot_at(self, x: float, y: float) -> tuple[int, int]:
         across = (x - self.low_x) / (self.high_x - self.low_x)
         up = (y - self.low_y) / (self.high_y - self.low_y)
         return round(across * (2 * self.width - 1)), round((1 - up) * (4 * self.height - 1))
@@ -30,20 +30,20 @@ class Canvas:
 
     def dots(self, points: Points) -> None:
         for x, y in points:
-            self._dot(*self._place(x, y))
+            self._dot(*self._dot_at(x, y))
 
     def line(self, points: Points) -> None:
-        """Join the points by straight lines."""
-        places = [self._place(x, y) for x, y in points]
-        for (x, y), (to_x, to_y) in zip(places, places[1:], strict=False):
+        """Connect the points by straight lines."""
+        dots = [self._dot_at(x, y) for x, y in points]
+        for (x, y), (to_x, to_y) in zip(dots, dots[1:], strict=False):
             count = max(abs(to_x - x), abs(to_y - y), 1)
             for k in range(count):
                 self._dot(round(x + (to_x - x) * k / count), round(y + (to_y - y) * k / count))
-        if places:
-            self._dot(*places[-1])
+        if dots:
+            self._dot(*dots[-1])
 
     def rows(self) -> list[str]:
-        """Return the lines of text, with the smallest and the largest y at their left."""
+        """Return the lines of text, with the largest and the smallest y on the left."""
         labels = [f"{self.high_y:.4g}", *[""] * (self.height - 2), f"{self.low_y:.4g}"]
         wide = max(map(len, labels))
         drawn = ("".join(chr(EMPTY + bits) for bits in row) for row in self._cells)
@@ -52,7 +52,7 @@ class Canvas:
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values, default=0.0), max(values, default=1.0)
-    if low == high:  # one value: in the middle
+    if low == high:  # a single value is drawn in the middle
         half = abs(low) / 2 or 0.5
         return low - half, high + half
     return low, high

@@ -1,4 +1,4 @@
-"""Pictures of runs."""
+"""Plots of runs, as image files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hvd_train.run_folder.terminal import warn
 
 
 def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list[int], list[float]]:
-    """Return (epoch numbers from 1, mean of ``value`` in each). A line counts by the samples that it covers."""
-    # A training line covers the samples since the last one. An evaluation is of all samples: the last one counts.
+    """Return (epoch numbers from 1, mean of ``value`` in each), weighted by the samples of each log line."""
+    # A training line covers the samples since the one before. Of several evaluations in an epoch, the last one counts.
     sums: dict[int, tuple[float, float]] = {}
     for row in rows:
         if row["event"] == event and number(row.get(value)) and number(row.get("samples")):
@@ -25,27 +25,27 @@ def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list
 
 
 def steps(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list[int], list[float]]:
-    """Return (last step of each line, its ``value``)."""
+    """Return (step, ``value``) of all log lines of an event, as two lists."""
     points = [(row["step"], row[value]) for row in rows if row["event"] == event and number(row.get(value))]
     return [step for step, _ in points], [x for _, x in points]
 
 
 def _label(name: str) -> str:
-    """Return a name as matplotlib shows it: not as a formula, nor hidden for its first character."""
+    """Escape a name for matplotlib, which renders "$" as a formula and hides labels that begin with "_"."""
     return " " * name.startswith("_") + printable(name, one_line=True).replace("$", r"\$")
 
 
 BY = {"epoch": epochs, "step": steps}
 COLUMNS = 3
 MARKS = "os^Dvp*Xh<>"
-FEW, APART = 8, 0.1  # values that get a label each; the least distance of two, as a part of the axis
-LETTER = 0.025  # the width of a letter of a label, as a part of an axis 3.6 inches wide
-FAR = 4  # times the smallest: beyond that a logarithmic scale shows more
-READABLE = 40  # classes whose names and counts have room in a picture
+FEW, GAP = 8, 0.1  # values that get a label each; their minimum distance, as a fraction of the axis
+LETTER = 0.025  # the width of a letter of a label, as a fraction of an axis 3.6 inches wide
+FAR = 4  # ratio of largest to smallest above which the axis is logarithmic
+READABLE = 40  # most classes whose names and counts are legible
 
 
 def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
-    """Draw loss and metrics of all runs, by epoch or by line of the log; training dashed, validation solid."""
+    """Plot loss and metrics of all runs by epoch or step; training dashed, validation solid."""
     from matplotlib.ticker import MaxNLocator
 
     names = [run_dir.name for run_dir in run_dirs]
@@ -63,7 +63,7 @@ def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
     figure = _figure(5 * across, 3.8 * down)
     axes = [figure.add_subplot(down, across, k + 1) for k in range(len(metrics))]
     for k, (name, rows) in enumerate(runs):
-        # All lines are of one width. Equal runs lie on one another: marks at other places keep each visible.
+        # Curves of equal runs coincide: markers at different positions keep each visible.
         line: dict[str, Any] = {"color": f"C{k % 10}", "linewidth": 1.5, "alpha": 0.9, "markersize": 5}
         line |= {"marker": MARKS[k % len(MARKS)], "markevery": (0.2 * k / len(runs), 0.2)}
         for axis, value in zip(axes, metrics, strict=True):
@@ -73,36 +73,36 @@ def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
         axis.set(xlabel=by, ylabel=_label(value))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
-    # One for all: in each of several pictures it would hide the curves.
+    # One legend for all axes: within the axes it would hide the curves.
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8, handlelength=4)
     _write(figure, picture)
 
 
 def set_ticks(axis: Any, values: Sequence[float], log: bool) -> None:
-    """Label the x axis at the values themselves where they are few, leaving out those whose labels would collide."""
+    """Put the ticks of the x axis at the values if they are few, without labels that would overlap."""
     from matplotlib.ticker import NullFormatter, NullLocator
 
     if log:
         axis.set_xscale("log")
-    places = sorted(set(values))
-    low, high = (math.log(places[k]) if log else places[k] for k in (0, -1))
-    if len(places) > FEW:
+    different = sorted(set(values))
+    low, high = (math.log(different[k]) if log else different[k] for k in (0, -1))
+    if len(different) > FEW:
         if log:
             axis.xaxis.set_minor_formatter(NullFormatter())
         return
     kept: list[float] = []
-    for x in places:
+    for x in different:
         at = [(math.log(one) if log else one) for one in (*kept[-1:], x)]
         letters = sum(len(f"{one:g}") for one in (*kept[-1:], x)) / 2
-        if not kept or at[-1] - at[0] >= max(APART, LETTER * (letters + 1)) * (high - low):
+        if not kept or at[-1] - at[0] >= max(GAP, LETTER * (letters + 1)) * (high - low):
             kept.append(x)
     axis.set_xticks(kept, [f"{x:g}" for x in kept])
     axis.xaxis.set_minor_locator(NullLocator())
 
 
 def rates(steps: Sequence[int], values: Sequence[float], steps_per_epoch: int, title: str, picture: Path) -> None:
-    """Draw the learning rate of steps; the axis above counts epochs."""
+    """Plot the learning rate over steps, with epochs on the upper axis."""
     figure = _figure(7, 3.8)
     axis = figure.add_subplot()
     axis.plot(steps, values)
@@ -116,14 +116,14 @@ def rates(steps: Sequence[int], values: Sequence[float], steps_per_epoch: int, t
 def range_test(
     values: Sequence[float], losses: Sequence[float], means: Sequence[float], suggested: float | None, picture: Path
 ) -> None:
-    """Draw the loss over the logarithm of the learning rate: of each step, and its running mean."""
+    """Plot the loss of each step and its running mean over the learning rate, on a logarithmic axis."""
     figure = _figure(7, 3.8)
     axis = figure.add_subplot()
     axis.semilogx(values, losses, color="C0", alpha=0.3, label="loss of a step")
     axis.semilogx(values, means, color="C0", label="running mean")
     if suggested is not None:
         axis.axvline(suggested, color="C3", linestyle="--", label=f"suggestion {suggested:.2g}")
-    # A loss that explodes would flatten all that is worth seeing.
+    # A loss that explodes would flatten the rest of the curve.
     axis.set(xlabel="learning rate", ylabel="loss", ylim=(None, 1.5 * max(means[0], min(means))))
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
@@ -131,14 +131,14 @@ def range_test(
 
 
 def losses(curves: Mapping[str, Sequence[tuple[int, float]]], seconds: Mapping[str, float], picture: Path) -> None:
-    """Draw losses over samples and over seconds.
+    """Plot losses over samples and over seconds.
 
-    ``curves``: {name: (samples, loss) pairs}; ``seconds``: {name: seconds of a sample}.
+    ``curves``: {name: (samples, loss) pairs}; ``seconds``: {name: seconds per sample}.
     """
     figure = _figure(12, 4.5)
     left, right = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
     for k, (name, points) in enumerate(curves.items()):
-        # Ten colours, and for the next ten dashes.
+        # Ten colors, then the same ones dashed.
         line: dict[str, Any] = {"color": f"C{k % 10}", "linestyle": "-" if k < 10 else "--", "linewidth": 1.2}
         samples, values = zip(*points, strict=True)
         left.plot(samples, values, label=name, **line)
@@ -154,7 +154,7 @@ def losses(curves: Mapping[str, Sequence[tuple[int, float]]], seconds: Mapping[s
 
 
 def matrix(counts: Any, names: Sequence[str], picture: Path) -> None:
-    """Draw a confusion matrix (K, K): colours are shares of each row, numbers are counts."""
+    """Plot a confusion matrix (K, K): colors show shares of each row, numbers show counts."""
     size = min(3 + 0.45 * len(names), 16)
     figure = _figure(size, size)
     axis = figure.add_subplot()
@@ -162,11 +162,11 @@ def matrix(counts: Any, names: Sequence[str], picture: Path) -> None:
     axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axis.set(xlabel="predicted", ylabel="true")
     if len(names) <= READABLE:
-        places = range(len(names))
-        axis.set_xticks(places, names, rotation=90)
-        axis.set_yticks(places, names)
-        for i in places:
-            for j in places:
+        classes = range(len(names))
+        axis.set_xticks(classes, names, rotation=90)
+        axis.set_yticks(classes, names)
+        for i in classes:
+            for j in classes:
                 if counts[i, j]:
                     color = "white" if shares[i, j] > 0.5 else "black"
                     axis.text(j, i, f"{counts[i, j]:.0f}", ha="center", va="center", color=color, fontsize=8)
@@ -174,14 +174,14 @@ def matrix(counts: Any, names: Sequence[str], picture: Path) -> None:
 
 
 def images(pixels: Any, titles: Sequence[str], picture: Path) -> None:
-    """Draw images (n, height, width, 1 or 3 or more) with a title each; of more than three channels the first."""
+    """Plot images (n, height, width, channels) with titles, in color for 3 channels, else the first channel in gray."""
     across = min(4, len(titles))
     down = -(-len(titles) // across)
     figure = _figure(2.2 * across, 2.6 * down)
     for k, (image, title) in enumerate(zip(pixels, titles, strict=True)):
         axis = figure.add_subplot(down, across, k + 1)
         low, high = float(image.min()), float(image.max())
-        image = (image - low) / ((high - low) or 1.0)  # whatever the range in which they are stored
+        image = (image - low) / ((high - low) or 1.0)  # for any range of stored values
         axis.imshow(image if image.shape[-1] == 3 else image[..., 0], cmap="gray", vmin=0, vmax=1)
         axis.set_title(title, fontsize=9)
         axis.axis("off")
@@ -189,7 +189,7 @@ def images(pixels: Any, titles: Sequence[str], picture: Path) -> None:
 
 
 def _figure(width: float, height: float) -> Any:
-    """Make a figure of this size in inches, without a display."""
+    """Make a figure of this size in inches; needs no display."""
     import matplotlib
 
     matplotlib.use("Agg")

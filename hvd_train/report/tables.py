@@ -1,4 +1,4 @@
-"""Tables for the terminal: boxed and wrapped on a screen, aligned plain columns in a pipe."""
+"""Tables as text: wrapped to the width of a terminal, or one aligned line per row in a pipe."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hvd_train.errors import CheckpointError, ConfigError, printable
 from hvd_train.run_folder import reading
 from hvd_train.run_folder.terminal import on_terminal
 
-IN_TABLE = ("run_dir", "framework", "model.name")  # keys that the first table shows
-LETTERS = 40  # of a value
+IN_TABLE = ("run_dir", "framework", "model.name")  # keys already in the first table
+LETTERS = 40  # most letters of a value
 SHOWN = {"framework": str, "model": str, "world_size": int, "epochs": int, "steps": int, "samples_per_second": float}
-LONG = 1e15  # a number that would fill the line
+LONG = 1e15  # numbers from here on are shown with an exponent
 
 
 def cell(value: float, form: str = ".4f") -> str:
-    """Format a number, one that would be too long as a power of ten."""
+    """Format a number, very large ones with an exponent."""
     return format(value, form if abs(value) < LONG else ".4g")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table as text; on a pipe one line per row, so that grep and cut work.
+    """Format a table; in a pipe one line per row, so that grep and cut work.
 
-    What a cell holds beyond printable characters is escaped: it may be of another user's file.
+    Unprintable characters are escaped, because cells may come from another user's files.
     """
     rows = [[printable(str(value), one_line=True) for value in row] for row in rows]
     header = [printable(name, one_line=True) for name in header]
@@ -47,16 +47,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def explanations(rows: Sequence[tuple[str, str, str, str]], sentences: Sequence[str] = ()) -> str:
-    """Return (key, type, default, meaning) rows, and the sentences below them, wrapped to the terminal.
+    """Format (key, type, default, meaning) rows and the sentences below them, wrapped to the terminal.
 
-    On a pipe each is one line.
+    In a pipe each is one line.
     """
     if not sys.stdout.isatty():
         return "\n".join([aligned(["key", "type", "default", "meaning"], rows), *sentences])
     width = shutil.get_terminal_size().columns
     blocks = []
     for key, kind, default, meaning in rows:
-        kind = kind.replace("|", " | ")  # so that a long list of words can be broken
+        kind = kind.replace("|", " | ")  # so that a long list of words can wrap
         blocks.append(textwrap.fill(f"{key}: {kind}; default {default}", width, subsequent_indent="      "))
         blocks.append(textwrap.fill(meaning, width, initial_indent="    ", subsequent_indent="    "))
     blocks += [textwrap.fill(sentence, width, subsequent_indent="    ") for sentence in sentences]
@@ -64,14 +64,14 @@ def explanations(rows: Sequence[tuple[str, str, str, str]], sentences: Sequence[
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table of one line per row, however wide."""
+    """Format a table with one line per row, however wide."""
     cells = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells)
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    """Read ``summary.json`` of a finished run. Raises ConfigError for no folder, and CheckpointError."""
+    """Read ``summary.json`` of a finished run. Raises ConfigError if there is no folder, and CheckpointError."""
     path = run_dir / "summary.json"
     try:
         values = reading.json_object(path)
@@ -89,7 +89,7 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 
 def side_by_side(run_dirs: Sequence[Path]) -> str:
-    """Return a table of the results of finished runs, one row each, and one of the keys in which they differ."""
+    """Format the results of finished runs, a row each, and a second table of keys in which they differ."""
     runs = [summary(run_dir) for run_dir in run_dirs]
     metrics = dict.fromkeys(key for run in runs for key in run if key.startswith("val_") and key != "val_samples")
     header = ["run folder", "framework", "model", "ranks", "epochs", "steps"]
@@ -104,7 +104,7 @@ def side_by_side(run_dirs: Sequence[Path]) -> str:
 
 
 def _differing(run_dirs: Sequence[Path]) -> list[list[str]]:
-    """Return (key, value of each run) of the configurations' keys in which the runs differ."""
+    """Return (key, value in each run) for each key of the configuration in which the runs differ."""
     from hvd_train.config import leaves
 
     configs = [dict(leaves(reading.yaml_object(run_dir / "config.yaml"))) for run_dir in run_dirs]

@@ -1,4 +1,4 @@
-"""A run that goes on, from the files of its folder alone: its curves, where it stands, how it ended."""
+"""Watch a run through the files in its folder: curves, progress, and how it ended."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hvd_train.report.plots import steps
 from hvd_train.report.tables import cell
 from hvd_train.run_folder import jsonl, layout, lock, reading
 
-FIXED = ("event", "epoch", "step", "samples", "lr", "samples_per_second")  # other names of a line are metrics
+FIXED = ("event", "epoch", "step", "samples", "lr", "samples_per_second")  # all other keys of a log line are metrics
 EVENTS = ("train", "val")
 CONFIG = "config.yaml"
 CURVE_ROWS, MOST_CURVES = 8, 4
-# A run that restarts after a lost rank leaves its folder until its ranks have loaded the framework again.
+# A run that restarts after a lost rank releases its folder until the new ranks have loaded the framework.
 GRACE_SECONDS = {"free": 30.0, "dead": 60.0}
 
 
 class WatchedRun:
-    """The rows of a run, read again where the file has changed. It may lie on another host's file system."""
+    """The log of a run, read again when it has changed. The run may be on another host with a shared file system."""
 
     def __init__(self, run_dir: Path) -> None:
         if not run_dir.is_dir():
@@ -32,12 +32,12 @@ class WatchedRun:
         self.run_dir = run_dir
         self.rows: list[dict[str, Any]] = []
         self.config = reading.yaml_object(run_dir / CONFIG)
-        self.damaged, self._failure = 0, ""  # lines that are left out; why there are none
+        self.damaged, self._failure = 0, ""  # the number of unreadable lines; why the file cannot be read
         self._stamp: tuple[int, ...] = ()
         self._ended_since: tuple[str, float] | None = None
 
     def update(self) -> bool:
-        """Read what is new; return whether there was any."""
+        """Read the log again if it has changed; return whether it has."""
         try:
             status = os.stat(self.run_dir / jsonl.NAME)
         except OSError:
@@ -47,14 +47,14 @@ class WatchedRun:
             return False
         try:
             (self.rows, self.damaged), self._stamp, self._failure = jsonl.read(self.run_dir), stamp, ""
-        except CheckpointError as error:  # removed just now, or the file system does not answer, or no file of a run
+        except CheckpointError as error:  # removed meanwhile, or the file system fails, or another kind of file
             self._failure = error.what
             return False
         self.config = self.config or reading.yaml_object(self.run_dir / CONFIG)
         return True
 
     def end(self) -> str:
-        """Return how the run ended, or an empty text as long as it goes on."""
+        """Describe how the run ended, or return "" while it is running."""
         state = lock.state(self.run_dir)
         if state == "held":
             self._ended_since = None
@@ -67,7 +67,7 @@ class WatchedRun:
         return finished or self.state_words(state)
 
     def state_words(self, state: str = "") -> str:
-        """Describe where the run stands."""
+        """Describe the state of the run."""
         state = state or lock.state(self.run_dir)
         step = self.rows[-1]["step"] if self.rows else 0
         if state == "held":
@@ -77,7 +77,7 @@ class WatchedRun:
         return self._finished() or f"stopped after step {step} or later; --resume auto goes on"
 
     def _finished(self) -> str:
-        """Return the result in words, where the summary is of the run's last step."""
+        """Describe the result if the summary is up to date, else return ""."""
         with suppress(OSError, CheckpointError):
             summary = reading.json_object(self.run_dir / layout.SUMMARY)
             steps, at = summary.get("steps"), summary.get("paused_at")
@@ -91,7 +91,7 @@ class WatchedRun:
         return ""
 
     def metrics(self) -> list[str]:
-        """Return the names of all metrics, the loss first."""
+        """Return the names of all metrics, loss first."""
         named = (key for row in self.rows if row["event"] in EVENTS for key in row if key not in FIXED)
         return [*dict.fromkeys(["loss", *named])]
 
@@ -101,7 +101,7 @@ class WatchedRun:
         words = [str(x) for x in (self.config.get("framework"), name) if x]
         return printable(": ".join(filter(None, [str(self.run_dir), ", ".join(words)])), one_line=True)
 
-    def place(self) -> str:
+    def progress(self) -> str:
         """Describe the last line of the log."""
         row = next((row for row in reversed(self.rows) if row["event"] in EVENTS), None)
         if row is None:
@@ -119,21 +119,21 @@ class WatchedRun:
 
 
 def _small(value: object) -> bool:
-    """Return whether a value of the configuration is a count that a run can have."""
+    """Return whether a value of the configuration is a plausible count (a positive 63-bit integer)."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 63
 
 
 def frame(run: WatchedRun, width: int, height: int) -> str:
-    """Return the run as text of at most ``height`` lines: title, place and a curve for each metric."""
-    lines = [run.title(), f"{run.place()} (dots: train, line: val)"]
-    room = max((height - len(lines) - 2) // (CURVE_ROWS + 2), 1)
-    for name in run.metrics()[: min(room, MOST_CURVES)]:
+    """Draw the run as text of at most ``height`` lines: title, progress and curves of metrics."""
+    lines = [run.title(), f"{run.progress()} (dots: train, line: val)"]
+    fitting = max((height - len(lines) - 2) // (CURVE_ROWS + 2), 1)
+    for name in run.metrics()[: min(fitting, MOST_CURVES)]:
         lines += ["", *curve(run, name, width)]
     return "\n".join(lines)
 
 
 def curve(run: WatchedRun, name: str, width: int) -> list[str]:
-    """Return the curve of a metric over steps: training as dots, validation as a line."""
+    """Draw the curve of a metric over steps, as text lines: training as dots, validation as a line."""
     series = {event: [*zip(*steps(run.rows, event, name), strict=True)] for event in EVENTS}
     shown = [f"{event} {points[-1][1]:.4g}" for event, points in series.items() if points]
     title = f"{printable(name, one_line=True)}: {', '.join(shown) or 'no number yet'}"
@@ -153,7 +153,7 @@ def curve(run: WatchedRun, name: str, width: int) -> list[str]:
 
 
 def news(run: WatchedRun, shown: int) -> Iterator[str]:
-    """Yield a line for each evaluation among the rows from number ``shown`` on."""
+    """Yield a line of text for each evaluation in the log from row ``shown`` on."""
     for row in run.rows[shown:]:
         if row["event"] == "val":
             listed = (f"{name} {cell(row[name])}" for name in row if name not in FIXED and reading.number(row[name]))

@@ -1,1 +1,1 @@
-"""Many trainings of one configuration with other values: planned, run on the ranks there are, compared."""
+"""Hyperparameter sweeps: plan the trials, run them on the available ranks, and compare them."""

@@ -1,7 +1,7 @@
-"""A sweep as a job array of Slurm: one batch script, each task of which trains a trial over the task's ranks.
+"""Run a sweep as a Slurm job array: one batch script, with a task for each trial.
 
-The trials' configurations stand in the sweep's folder when the job is submitted, so that all tasks have the same plan,
-whenever they start. The task that ends last writes the results.
+The configurations of all trials are written to the sweep's folder before the job is submitted, so all tasks use the
+same plan, whenever they start. The last task to end writes the results.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WORDS = ("fit", "-c", jobs.Shell(f"{TRIAL}/{CONFIG}"), "--resume", "auto")
 
 
 def of(folder: Path, trials: Sequence[Trial], repeats: Sequence[str] = ()) -> Sweep:
-    """Make a sweep without rungs: the tasks of a job array do not wait for one another."""
+    """Make a sweep without rungs, because the tasks of a job array do not wait for one another."""
     return Sweep(folder, trials, ladder(trials, None), repeats)
 
 
 def options(sweep: Sweep, at_once: int | None) -> dict[str, str]:
-    """Return the options of sbatch: a task for each trial that is not done, at most ``at_once`` at a time.
+    """Return the options for sbatch: a task for each trial that is not done, at most ``at_once`` at a time.
 
-    Each task prints into the folder of its trial.
+    Each task logs to the folder of its trial.
     """
     numbers = [trial.number for trial in sweep.trials if state(sweep, trial).word != "done"]
     if not numbers:
@@ -43,12 +43,12 @@ def options(sweep: Sweep, at_once: int | None) -> dict[str, str]:
 
 
 def line(folder: Path) -> str:
-    """Return the line of the batch script that sets the folder of the task's trial."""
+    """Return the line of the batch script that sets ``$trial``, the folder of the task's trial."""
     return f'trial={shlex.quote(str(folder))}/trial-$(printf %03d "$SLURM_ARRAY_TASK_ID")'
 
 
 def script(batch: jobs.Batch, sweep: Sweep, at_once: int | None) -> str:
-    """Return the batch script of every task."""
+    """Return the batch script, which is the same for all tasks."""
     return batch.script(
         batch.hvd_train(WORDS),
         run_dir=TRIAL,
@@ -59,8 +59,8 @@ def script(batch: jobs.Batch, sweep: Sweep, at_once: int | None) -> str:
 
 
 def submit(sweep: Sweep, text: str, resume: bool) -> str:
-    """Submit the job and return its number. If Slurm refuses it, the plan is removed again."""
-    # Before Slurm has the job: its first task may start at once, and reads the plan.
+    """Submit the job and return its id. If Slurm refuses it, remove the plan again."""
+    # Before submitting, because the first task may start at once and read the plan.
     begin(sweep, resume)
     try:
         return jobs.submit(text)
@@ -71,7 +71,7 @@ def submit(sweep: Sweep, text: str, resume: bool) -> str:
 
 
 def ended(run_dir: Path, code: int) -> int:
-    """Record that the ranks of a task ended with ``code``. Return the exit code of the task."""
+    """Record that the ranks of a task exited with ``code``, and return the exit code of the task."""
     sweep = load(run_dir.parent)
     trial = next(trial for trial in sweep.trials if trial.name == run_dir.name)
     if code not in logged.STOPPED and state(sweep, trial).word != "done":

@@ -1,6 +1,6 @@
-"""A sweep's folder: sweep.json (the plan), a run folder for each trial, and rungs.json (which trials went on).
+"""A sweep's folder: sweep.json (the plan), a run folder per trial, and rungs.json (which trials continue).
 
-The result of a trial stands in its folder, so that every reader sees the same, also a later ``--resume``.
+The result of a trial is in its folder only, so all readers see the same, including a later ``--resume``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLAN, DECIDED, CONFIG, FAILED, LOG = "sweep.json", "rungs.json", "trial.yaml", "
 
 @dataclass(frozen=True)
 class Sweep:
-    """The folder of a sweep, its trials and its rungs; ``repeats``: keys over which each combination is repeated."""
+    """A sweep: its folder, trials and rungs; ``repeats``: the keys (seed, data.fold) over which it repeats."""
 
     folder: Path
     trials: Sequence[Trial]
@@ -35,9 +35,9 @@ class Sweep:
 
 @dataclass(frozen=True)
 class State:
-    """``word``: waiting, running, paused (left at the end of a rung), stopped (there for good), done or failed.
+    """The state of a trial.
 
-    ``rung``: how many it has ended.
+    word: waiting, running, paused (at the end of a rung), stopped (eliminated), done or failed. rung: rungs completed.
     """
 
     word: str
@@ -48,9 +48,10 @@ class State:
 
 
 def begin(sweep: Sweep, resume: bool) -> None:
-    """Write the plan of a new sweep, or compare it with the one that is there (``resume``).
+    """Write the plan of a new sweep, or with ``resume`` compare it with the existing one.
 
-    With ``resume`` failures are removed, so that these trials run again. Raises ConfigError and CheckpointError.
+    With ``resume`` records of failures are removed, so that these trials run again. Raises ConfigError and
+    CheckpointError.
     """
     path = sweep.folder / PLAN
     trials = [{"values": dict(trial.values), "config": digest(trial.config)} for trial in sweep.trials]
@@ -66,7 +67,7 @@ def begin(sweep: Sweep, resume: bool) -> None:
         if path.exists():
             fix = "--resume runs what is missing; or give another --run-dir"
             raise ConfigError("the folder holds a sweep already", where=str(sweep.folder), fix=fix)
-        # The plan is written last: a folder with a plan has all its trials.
+        # The plan is written last, so a folder with a plan has all trials.
         for trial in sweep.trials:
             run_dir = Path(trial.config.run_dir)
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -79,7 +80,7 @@ def begin(sweep: Sweep, resume: bool) -> None:
 
 
 def load(folder: Path) -> Sweep:
-    """Read the sweep of a folder. The folder may have been moved."""
+    """Read the sweep in a folder, which may have been moved."""
     path = folder / PLAN
     try:
         content = json.loads(content_of(path))
@@ -95,11 +96,11 @@ def load(folder: Path) -> Sweep:
 
 
 def state(sweep: Sweep, trial: Trial) -> State:
-    """Read how far a trial has come from its folder."""
+    """Read the state of a trial from its folder."""
     run_dir, summary, rung = Path(trial.config.run_dir), {}, 0
     with suppress(OSError, ValueError):
         summary = _object(run_dir / "summary.json")
-        # The summary of a run that was left at the end of a rung says at which epoch.
+        # "paused_at" is the epoch at which the run paused at the end of a rung.
         at = summary.get("paused_at")
         if at is None:
             return State("done", summary, rung=len(sweep.rungs))
@@ -114,31 +115,30 @@ def state(sweep: Sweep, trial: Trial) -> State:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises OSError and ValueError."""
     return reading.parsed(content_of(path))
 
 
 def fail(trial: Trial, error: str, code: int) -> None:
-    """Record in the folder of a trial that it failed, with its error and exit code."""
+    """Write the error and exit code of a failed trial to its folder."""
     run_dir = Path(trial.config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     put(run_dir / FAILED, json.dumps({"error": error, "code": code}).encode())
 
 
 def survivors(sweep: Sweep) -> tuple[int, Sequence[Trial]]:
-    """Return (how many rungs are decided, the trials that continue after them)."""
+    """Return (the number of decided rungs, the trials that continue after them)."""
     decided = _decided(sweep)
     return len(decided), [sweep.trials[number] for number in decided[-1]] if decided else sweep.trials
 
 
 def decide_rung(sweep: Sweep, trials: Sequence[Trial]) -> None:
-    """Record the trials that continue after the rung that has ended."""
+    """Record which trials continue after the rung that has ended."""
     decided = [*_decided(sweep), sorted(trial.number for trial in trials)]
     put(sweep.folder / DECIDED, json.dumps(decided).encode())
 
 
 def _decided(sweep: Sweep) -> list[list[int]]:
-    """Read the numbers of the trials that continue, for each rung that has ended."""
+    """Read for each ended rung the numbers of the trials that continue."""
     with suppress(OSError, ValueError):
         return json.loads(content_of(sweep.folder / DECIDED))
     return []

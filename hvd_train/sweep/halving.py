@@ -1,7 +1,7 @@
-"""Successive halving (Jamieson and Talwalkar 2016): all trials train a little, and the best of them go on.
+"""Successive halving (Jamieson and Talwalkar 2016): all trials train for a few epochs, and the best of them continue.
 
-Each trial keeps to the learning rates of its full length; it is left at the end of a rung and goes on from its
-checkpoint, so that one which comes to the end has the bits of a run that nobody left.
+Each trial uses the learning rate schedule of its full length. It pauses at the end of a rung and resumes from its
+checkpoint, so a completed trial has the same bits as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hvd_train.sweep.plan import Trial
 def turn(sweep: Sweep) -> tuple[list[Trial], int | None]:
     """Return (the trials to run next, the epoch at which they pause). No trials: the sweep has ended.
 
-    If a rung has ended, this decides which trials continue. Call it in one process only.
+    When a rung has ended, it decides and records which trials continue. Call it in one process only.
     """
-    # A rung is decided when all its trials have ended it. Written down, the decision stands for every later reader.
+    # A rung is decided once, when all its trials have completed it. Later readers use the recorded decision.
     while True:
         rung, going = survivors(sweep)
         states = [(trial, state(sweep, trial)) for trial in going]
@@ -27,14 +27,14 @@ def turn(sweep: Sweep) -> tuple[list[Trial], int | None]:
         if todo or rung + 1 == len(sweep.rungs):
             return todo, sweep.rungs[rung].end
         if all(one.word == "failed" for _, one in states):
-            return [], None  # --resume tries them again
+            return [], None  # --resume runs them again
         decide_rung(sweep, best_first(sweep, going)[: sweep.rungs[rung + 1].size])
 
 
 def best_first(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
-    """Sort trials by ``checkpoint.monitor`` at the end of what each has trained, equal ones by number.
+    """Sort trials by their last value of ``checkpoint.monitor``, best first, ties by number.
 
-    Trials without a result are left out.
+    Trials without a finite value are left out.
     """
     ranked = []
     for trial in trials:

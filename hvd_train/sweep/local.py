@@ -15,7 +15,7 @@ from hvd_train.sweep.table import live
 
 
 def train_trials(sweep: Sweep, num_proc: int | None, launcher: str, resume: bool) -> int:
-    """Train the trials of a sweep, and print its results; return the exit code."""
+    """Run a sweep on this host and print its results; return the exit code."""
     begin(sweep, resume)
     with live(sweep):
         code = run(sweep, num_proc, launcher)
@@ -23,7 +23,7 @@ def train_trials(sweep: Sweep, num_proc: int | None, launcher: str, resume: bool
 
 
 def run(sweep: Sweep, num_proc: int | None, launcher: str) -> int:
-    """Run the trials that have not ended. Return 0, or the exit code of the signal that stopped the sweep."""
+    """Run the remaining trials. Return 0, or the exit code of the signal that stopped the sweep."""
     while True:
         trials, until = turn(sweep)
         if not trials:

@@ -24,7 +24,7 @@ RANGE = re.compile(rf"(log:)?{NUMBER}\.\.{NUMBER}")
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``: whole ones if both are; drawn evenly, or evenly on a logarithmic scale."""
+    """A range to draw numbers from, uniformly or log-uniformly; integers if both ends are integers and not log."""
 
     low: float
     high: float
@@ -42,7 +42,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Trial:
-    """One training of a sweep: its number from 0, its values of the parameters and its whole configuration."""
+    """A training of a sweep: its number from 0, its values of the varied keys, and its complete configuration."""
 
     number: int
     values: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Trial:
 
     @property
     def description(self) -> str:
-        """The values as text: ``optim.lr=0.1, batch_size=32``."""
+        """Return the values as text: ``optim.lr=0.1, batch_size=32``."""
         return ", ".join(f"{key}={json.dumps(value)}" for key, value in self.values.items())
 
 
@@ -67,17 +67,17 @@ def plan(
     folder: Path,
     repeats: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[Trial]:
-    """Make all trials and check their configurations. Every rank makes the same ones.
+    """Make all trials and check their configurations; every rank makes the same ones.
 
-    ``draws``: the number of random trials; None: the whole grid. ``repeats``: {key: values} with which each of them is
-    trained. Raises ConfigError.
+    ``draws``: the number of random trials; None: the whole grid. ``repeats``: {key: values} over which each combination
+    is repeated. Raises ConfigError.
     """
     spaces, repeats = dict(_parsed(param, draws is not None) for param in params), repeats or {}
     if not spaces and (draws is not None or not repeats):
         raise ConfigError("no parameter is given", where="sweep", fix="for example --param optim.lr=0.1,0.01")
     if len(spaces) < len(params):
         raise ConfigError("a parameter stands twice", where="--param", fix="list all its values in one")
-    # Drawn in the order of the parameters. Every rank has the same seed, so all make the same trials.
+    # All ranks draw with the same seed in the order of the parameters, so they make the same trials.
     generator = random.Random(seed)
     trials: list[Trial] = []
     if draws is None:
@@ -91,7 +91,7 @@ def plan(
         try:
             config = load_config(path, [*sets, *settings], run_dir=str(folder / f"trial-{number:03d}"))
         except ConfigError as error:
-            # The values were handed on as --set. The message names the option that the user gave.
+            # Values are passed as --set, but the message should name the user's option, --param.
             text = str(error)
             for setting in settings:
                 text = text.replace(f"--set {setting}", f"--param {setting}")
@@ -102,7 +102,7 @@ def plan(
 
 
 def _check_comparable(trials: Sequence[Trial]) -> None:
-    """Refuse trials of different losses whose best one is chosen by the loss."""
+    """Refuse to choose the best trial by the loss if trials have different losses."""
     tasks = {json.dumps(one.config.task.model_dump(mode="json", exclude={"metrics"})) for one in trials}
     monitor = trials[0].config.checkpoint.monitor
     if len(tasks) > 1 and monitor.endswith("loss"):

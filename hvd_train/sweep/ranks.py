@@ -1,6 +1,6 @@
-"""Trials inside one allocation: the ranks are split into groups, and a group that is free takes the next trial.
+"""Run trials within one allocation: ranks are split into groups, and each free group takes the next trial.
 
-Frameworks are loaded once, and each group's Horovod is opened once, over the group's part of the MPI world.
+The framework is loaded once, and Horovod is initialized once per group, over the group's part of MPI's world.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from hvd_train.sweep.plan import Trial
 from hvd_train.sweep.results import report
 from hvd_train.sweep.table import live
 
-PATIENCE = 10.0  # for the other ranks to end a trial that failed on one
+PATIENCE = 10.0  # seconds to wait for the other ranks after a trial failed on one
 
 
 def open_ranks(trials: Sequence[Trial], each: int, here: World, verbose: bool) -> tuple[Session, Any]:
-    """Load the framework; return the session, and mpi4py's world, to be split into groups of ``each`` ranks."""
+    """Load the framework and check that the ranks can be split into groups of ``each``; return (session, MPI world)."""
     if here.size % each:
         what = f"{here.size} ranks cannot be split into groups of {each}"
         raise ConfigError(what, where="--ranks-per-trial", fix="give a divisor of the number of ranks")
     config = trials[0].config
-    # A process loads one framework, once, with its threads.
+    # A process can load only one framework, once, with a fixed number of threads.
     for key in ("framework", "threads"):
         if len({getattr(trial.config, key) for trial in trials}) > 1:
             what = "cannot differ between the trials of one allocation"
             raise ConfigError(what, where=f"--param {key}", fix="sweep each in turn")
     can_meet(here)
-    # Before MPI: both hold a copy of hwloc, and MPI ends in a crash where it began with its own and then finds
-    # TensorFlow's.
+    # Load TensorFlow before MPI: both contain hwloc, and MPI crashes if it starts with its own copy and finds
+    # TensorFlow's later.
     session = Session.prepare(config.framework, config.threads, verbose)
     return session, mpi_world(here)
 
 
 def train_trials(sweep: Sweep, each: int, here: World, resume: bool, verbose: bool) -> NoReturn:
-    """Train the trials of a sweep on groups of ``each`` ranks; rank 0 prints the results. Exits with the code."""
+    """Run a sweep on groups of ``each`` ranks; rank 0 prints the results. Exits the process with the sweep's code."""
     session, mpi = open_ranks(sweep.trials, each, here, verbose)
     if mpi.rank == 0:
         begin(sweep, resume)
@@ -63,7 +63,7 @@ def train_trials(sweep: Sweep, each: int, here: World, resume: bool, verbose: bo
 
 
 def run(sweep: Sweep, each: int, here: World, session: Session, mpi: Any, listener: SignalListener) -> int:
-    """Train the trials that have not ended. Returns 0, or the code of the signal that stopped the sweep."""
+    """Run the remaining trials. Returns 0, or the exit code of the signal that stopped the sweep."""
     part = mpi.Split(here.rank // each, here.rank)
     _become(part, here)
     code, in_step = 0, True
@@ -73,9 +73,9 @@ def run(sweep: Sweep, each: int, here: World, session: Session, mpi: Any, listen
         if not todo:
             break
         counter = Counter(mpi)
-        # A group out of step takes no further trial: Horovod cannot be opened again in the same process.
+        # A group out of step takes no further trial: Horovod cannot be initialized twice in a process.
         while in_step and not code:
-            # Each group takes the next trial when it is free: the counter is one number that all groups share.
+            # All groups share the counter, so a free group takes the next trial.
             k = part.bcast(counter.next() if part.rank == 0 else None)
             if k >= len(todo):
                 break
@@ -93,13 +93,13 @@ def _turn(sweep: Sweep) -> tuple[list[int], int | None]:
 
 
 def _become(part: Any, here: World) -> None:
-    """Set the launcher's variables to this process' place in its group. MPI has read them before."""
+    """Set the launcher's environment variables to the rank and size within the group; MPI has read them already."""
     os.environ.update(named(here.launcher).place(part.rank, part.size, part.rank, part.size))
     os.environ["HVD_TRAIN_TERMINAL"] = "0"  # a trial's output goes to a file
 
 
 def _run(trial: Trial, until: int | None, session: Session, part: Any, listener: SignalListener) -> tuple[int, bool]:
-    """Train one trial. Returns (the code that stopped the sweep or 0, whether the group's ranks are still in step)."""
+    """Run one trial. Returns (0 or the code that stops the sweep, whether the group's ranks are still in step)."""
     run_dir, error = Path(trial.config.run_dir), None
     listener.reset()
     listener.run_dir = run_dir
@@ -126,7 +126,7 @@ def _run(trial: Trial, until: int | None, session: Session, part: Any, listener:
     failures = [one for one, _ in results if one]
     if not failures:
         return 0, True
-    # A rank that only notices that another one is gone is not the cause.
+    # A rank that lost another one is not the cause.
     causes = [one for one in failures if one[0] != "LostRankError"] or failures
     if part.rank == 0:
         kind, text, code = causes[0]
@@ -136,9 +136,9 @@ def _run(trial: Trial, until: int | None, session: Session, part: Any, listener:
 
 
 def _wait_for_group(part: Any, failed: bool, communicator: Communicator) -> bool:
-    """Wait for the group's other ranks, and return whether all came.
+    """Wait for all ranks of the group; return False if the communicator had to be closed.
 
-    Ranks that wait for this one in a collective cannot come. Closing the communicator ends their wait with an error.
+    After a failure here, other ranks may hang in a collective. Closing the communicator ends it with an error there.
     """
     barrier, until = part.Ibarrier(), time.monotonic() + PATIENCE
     while not barrier.Test():

@@ -1,4 +1,4 @@
-"""Repeats: trials that differ in their fold of the data or in their seed alone, and are compared by their mean."""
+"""Repeats: trials that differ only in the fold of the data or in the seed, and are compared by their mean."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ OPTIONS = {FOLD: "--folds", SEED: "--seeds"}
 def repeats(
     folds: int | None, seeds: int | None, seed: int, params: Sequence[str] = (), halving: int | None = None
 ) -> dict[str, list[Any]]:
-    """Return {key: its values} over which every combination is repeated; ``seed``: the first of the seeds.
+    """Return {key: values} over which each combination is repeated; ``seed``: the first of the seeds.
 
-    Raises ConfigError with halving, and for a parameter that the sweep varies, too.
+    Raises ConfigError with halving, or if --param varies the same key.
     """
     spaces: dict[str, list[Any]] = {}
     if folds:
@@ -42,7 +42,8 @@ def repeats(
 class Group:
     """The trials of one combination of values. ``means``: {metric: (mean, standard deviation or nan)}.
 
-    ``counts``: {metric: how many trials have a number of it}; of others it is NaN, and the mean is without them.
+    ``ended``: the number of trials with a result; ``counts``: {metric: the number of trials in its mean}, which leaves
+    out trials without a value.
     """
 
     trials: list[Trial]
@@ -57,11 +58,11 @@ class Group:
 
 
 def groups(sweep: Sweep) -> list[Group]:
-    """Return the combinations in their order, with the mean of each metric over the trials that have a result."""
+    """Group the trials by combination, in order, and average each metric over the trials that have a result."""
     members: dict[str, dict[str, Trial]] = {}
     for trial in sweep.trials:
         group = members.setdefault(json.dumps(_values(trial, sweep.repeats)), {})
-        # --random may draw a combination twice. The second one is no new trial: its seeds and folds are the same.
+        # --random may draw a combination twice. Its seeds and folds are the same, so it counts once.
         same = json.dumps(dict(trial.values))
         if same not in group or state(sweep, group[same]).word != "done":
             group[same] = trial
@@ -85,7 +86,7 @@ def _group(sweep: Sweep, trials: list[Trial]) -> Group:
 
 
 def best_group(sweep: Sweep) -> Group | None:
-    """Return the combination whose mean of ``checkpoint.monitor`` is best, of those of which all trials have it."""
+    """Return the combination with the best mean of ``checkpoint.monitor``, preferring those where no trial lacks it."""
     rule, config = sweep.trials[0].config.checkpoint, sweep.trials[0].config
     sign = 1 if config.mode_of(rule) == "min" else -1
     known = [one for one in groups(sweep) if math.isfinite(one.means.get(rule.monitor, (math.nan, 0.0))[0])]
@@ -94,7 +95,7 @@ def best_group(sweep: Sweep) -> Group | None:
 
 
 def notes(sweep: Sweep) -> list[str]:
-    """Return a line for each mean that is of fewer trials than the table says."""
+    """Return a line for each mean that includes fewer trials than the table shows."""
     return [
         f"{name} of {one.description} is not a number in {one.ended - count} of {one.ended} trials: its mean is of the "
         "others"
@@ -105,7 +106,7 @@ def notes(sweep: Sweep) -> list[str]:
 
 
 def rows(sweep: Sweep) -> tuple[list[str], list[list[Any]]]:
-    """Return (header, rows): the values of each combination, its trials with a result, means and deviations."""
+    """Return (header, rows) for means.csv: values, number of trials, means and deviations of each combination."""
     combinations = groups(sweep)
     metrics = list(dict.fromkeys(name for one in combinations for name in one.means))
     header = [*combinations[0].values, "trials", *(word for name in metrics for word in (name, f"{name}_deviation"))]
@@ -118,7 +119,7 @@ def rows(sweep: Sweep) -> tuple[list[str], list[list[Any]]]:
 
 
 def shown(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    """Return the rows as text for the terminal: mean ± deviation."""
+    """Return (header, rows) as text for the terminal, with mean ± deviation."""
     combinations = groups(sweep)
     metrics = list(dict.fromkeys(name for one in combinations for name in one.means))
     header = [*combinations[0].values, "trials", *metrics]

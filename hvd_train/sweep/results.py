@@ -1,4 +1,4 @@
-"""The results of a sweep: the table, results.csv, results.png, best.yaml."""
+"""Write and print the results of a sweep: a table, results.csv, results.png, best.yaml."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hvd_train.sweep.folder import Sweep, state
 from hvd_train.sweep.halving import best_first
 from hvd_train.sweep.plan import Trial
 
-LETTERS = 24  # of a value in the picture, and of all values of an axis beside each other
+LETTERS = 24  # of a value in the picture, and of all values along an axis before they are rotated
 
 
 def rows(sweep: Sweep) -> tuple[list[str], list[list[Any]]]:
-    """Return (header, rows) of the table of all trials: their values, states and results."""
+    """Return (header, rows) for results.csv: values, state and results of each trial."""
     trials = sweep.trials
     states = [state(sweep, trial) for trial in trials]
     halved = ["rung"] if len(sweep.rungs) > 1 else []
@@ -46,7 +46,7 @@ def _metric(key: str) -> bool:
 
 
 def shown(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    """Return (header, rows) as text for the terminal, numbers rounded."""
+    """Return (header, rows) as text for the terminal, with rounded numbers."""
     header, lines = rows(sweep)
     digits = {header[-1]: ",.0f"}
     at = header.index("state")
@@ -62,21 +62,21 @@ def _cell(name: str, value: Any, digits: dict[str, str]) -> str:
 
 
 def best(sweep: Sweep) -> Trial | None:
-    """Return the best of the trials that trained longest, or None."""
+    """Return the best of the trials that completed the most rungs, or None."""
     states = [state(sweep, trial) for trial in sweep.trials]
     last = max(one.rung for one in states)
-    # A trial that was stopped early may have a lucky value, so only those that trained longest are compared.
+    # A trial that was stopped early may have a good value by chance.
     ranked = best_first(sweep, [t for t, one in zip(sweep.trials, states, strict=True) if one.rung == last])
     return ranked[0] if ranked else None
 
 
 def left(sweep: Sweep) -> int:
-    """Count the trials that ``--resume`` would run."""
+    """Return the number of trials that have not ended, which ``--resume`` runs."""
     return sum(state(sweep, trial).word in ("waiting", "running", "paused") for trial in sweep.trials)
 
 
 def report(sweep: Sweep, code: int = 0) -> int:
-    """Print the results of a sweep, or that ``code`` stopped it; return the exit code."""
+    """Print the results of a sweep, or a notice if ``code`` stopped it; return the exit code."""
     if code:
         say("stopped; --resume goes on", err=True)
         return code
@@ -85,7 +85,7 @@ def report(sweep: Sweep, code: int = 0) -> int:
 
 
 def finish(sweep: Sweep) -> str:
-    """Write results.csv, results.png and best.yaml; return the table with the best trial.
+    """Write results.csv, results.png and best.yaml; return the table and the lines below it as text.
 
     Raises ConfigError if all trials failed.
     """
@@ -98,7 +98,7 @@ def finish(sweep: Sweep) -> str:
     failed = [one for one in states if one.word == "failed"]
     if len(failed) == len(trials):
         raised = ConfigError(f"all {len(trials)} trials failed, the first with: {failed[0].error}", where=str(folder))
-        # If all failed in the same way, its code says more than "something went wrong".
+        # If all failed with the same code, that one tells the cause.
         raised.exit_code = failed[0].code if len({one.code for one in failed}) == 1 else 1
         raise raised
     lines = [table(*shown(sweep))]
@@ -107,7 +107,7 @@ def finish(sweep: Sweep) -> str:
     first = best(sweep)
     if first is not None and not sweep.repeats:
         monitor = first.config.checkpoint.monitor
-        # Not the trial's folder: a training with best.yaml must not overwrite the trial.
+        # A folder of its own, so that training with best.yaml does not overwrite the trial.
         chosen = first.config.model_copy(update={"run_dir": str(folder / "best")})
         put(folder / "best.yaml", resolved_yaml(chosen).encode())
         picture(folder / "results.png", sweep, [first], first.name)
@@ -123,7 +123,7 @@ def finish(sweep: Sweep) -> str:
 
 
 def _of_repeats(sweep: Sweep) -> list[str]:
-    """Write means.csv and best.yaml; return the lines about the means of combinations."""
+    """Write means.csv, best.yaml and results.png; return the table of means and the best combination as lines."""
     header, body = repeats.rows(sweep)
     text = io.StringIO()
     csv.writer(text).writerows([header, *body])
@@ -131,7 +131,7 @@ def _of_repeats(sweep: Sweep) -> list[str]:
     lines, one = [table(*repeats.shown(sweep)), *repeats.notes(sweep)], repeats.best_group(sweep)
     if one is not None:
         config = one.trials[0].config
-        # All data and the first seed: what was repeated was for the comparison. A fold of the user's stays.
+        # best.yaml uses all data and the first seed. A fold that the user's configuration sets is kept.
         data = config.data.model_copy(update={"fold": None} if repeats.FOLD in sweep.repeats else {})
         chosen = config.model_copy(update={"run_dir": str(sweep.folder / "best"), "data": data})
         put(sweep.folder / "best.yaml", resolved_yaml(chosen).encode())
@@ -143,9 +143,9 @@ def _of_repeats(sweep: Sweep) -> list[str]:
 
 
 def picture(path: Path, sweep: Sweep, best_trials: Sequence[Trial], title: str) -> None:
-    """Draw the monitored value over each parameter. The best trials are marked; trials stopped early are hollow.
+    """Plot the monitored value over each parameter. The best trials are marked; trials stopped early are hollow.
 
-    ``best_trials``: one, or all of the combination whose mean is best. ``title``: what they are called.
+    ``best_trials``: one, or all trials of the combination with the best mean. ``title``: their name in the legend.
     """
     import matplotlib
 
@@ -165,15 +165,15 @@ def picture(path: Path, sweep: Sweep, best_trials: Sequence[Trial], title: str) 
     for axis, key in zip(axes[0], keys, strict=True):
         at = [trial.values[key] for trial in done]
         numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in at)
-        place = at if numbers else [str(x) if len(str(x)) <= LETTERS else f"{str(x)[:LETTERS]}..." for x in at]
-        axis.scatter(place, values, facecolors=filled, edgecolors="C0", label="trial")
-        # A fold of the best may have failed.
+        x_values = at if numbers else [str(x) if len(str(x)) <= LETTERS else f"{str(x)[:LETTERS]}..." for x in at]
+        axis.scatter(x_values, values, facecolors=filled, edgecolors="C0", label="trial")
+        # Some folds of the best combination may have failed.
         marked = [k for k, trial in enumerate(done) if trial.number in {one.number for one in best_trials}]
         stars: dict[str, Any] = {"marker": "*", "s": 200, "color": "C1", "label": f"best: {title}"}
-        axis.scatter([place[k] for k in marked], [values[k] for k in marked], **stars)
+        axis.scatter([x_values[k] for k in marked], [values[k] for k in marked], **stars)
         if numbers:
             set_ticks(axis, at, log=min(at) > 0 and max(at) >= 8 * min(at))
-        elif sum(map(len, set(place))) > LETTERS:
+        elif sum(map(len, set(x_values))) > LETTERS:
             axis.tick_params("x", rotation=90)
         axis.set(xlabel=key)
         axis.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""The rungs of successive halving: how many trials train, and to which epoch."""
+"""The rungs of successive halving: the number of trials, and the epoch to which they train."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ SAME = ("max_epochs", "check_val_every_n_epoch", "checkpoint")
 
 
 class Rung(NamedTuple):
-    """``end``: the epoch at which its trials are left, None: that of the training; ``size``: how many train to it."""
+    """A rung: ``size`` trials train to epoch ``end``; None: to the end of the training."""
 
     end: int | None
     size: int
 
 
 def ladder(trials: Sequence[Trial], eta: int | None) -> list[Rung]:
-    """Make as many rungs as there are trials and epochs for, each ``eta`` times as long as the one before.
+    """Make as many rungs as the numbers of trials and epochs allow, each ``eta`` times as long as the one before.
 
-    Without ``eta`` there is one rung. A rung ends only where a trial is evaluated anyway, because one more evaluation
-    would change the bits of the run.
+    Without ``eta`` there is one rung. Rungs end at regular evaluations, because an additional one would change the bits
+    of the run.
     """
     if eta is None:
         return [Rung(None, len(trials))]
@@ -37,7 +37,7 @@ def ladder(trials: Sequence[Trial], eta: int | None) -> list[Rung]:
         raise ConfigError(what, where="--halving", fix="set checkpoint.monitor, to val_loss for example")
     every = config.check_val_every_n_epoch
     units, halvings = config.max_epochs // every, 0  # units: evaluations
-    # The last rung is the whole training. Each rung before it is 1 / eta as long, with eta times as many trials.
+    # The last rung is the whole training. Each rung before is 1 / eta as long and has eta times as many trials.
     while eta ** (halvings + 1) <= min(units, len(trials)):
         halvings += 1
     if not halvings:
@@ -48,7 +48,7 @@ def ladder(trials: Sequence[Trial], eta: int | None) -> list[Rung]:
 
 
 def describe(rungs: Sequence[Rung]) -> str:
-    """Describe the rungs: ``8 trials to epoch 1, 4 to epoch 2, 2 to the end``."""
+    """Describe the rungs as text: ``8 trials to epoch 1, 4 to epoch 2, 2 to the end``."""
     return ", ".join(
         f"{rung.size}{' trials' * (k == 0)} to {f'epoch {rung.end}' if rung.end else 'the end'}"
         for k, rung in enumerate(rungs)

@@ -1,4 +1,4 @@
-"""Show the trials of a sweep while they run: a live table on a terminal, elsewhere a line for each that ended."""
+"""Show the progress of a sweep: a live table on a terminal, otherwise a line when a trial ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SECONDS = 0.5
 
 @contextmanager
 def live(sweep: Sweep) -> Iterator[None]:
-    """Show the trials from a thread that reads their folders, until the block ends.
+    """Show the trials until the block ends, from a thread that reads their folders.
 
-    Trials may run anywhere, also in this process, whose output then goes to a file.
+    Trials may run in other processes or in this one, whose output then goes to a file.
     """
-    # Kept, because a trial in this process redirects sys.stdout to a file.
+    # A trial in this process redirects sys.stdout to a file.
     out, ended = sys.stdout, threading.Event()
     if len(sweep.rungs) > 1:
         say(f"rungs: {describe(sweep.rungs)}")
@@ -39,12 +39,12 @@ def live(sweep: Sweep) -> Iterator[None]:
 
 
 def _mark(one: State) -> tuple[bool, int]:
-    """The part of a state that is reported when it changes."""
+    """Return the part of a state whose change is reported."""
     return one.word == "failed", one.rung
 
 
 def _print_lines(sweep: Sweep, before: list[tuple[bool, int]], ended: threading.Event, out: TextIO) -> None:
-    # One more look after the end: trials may have ended since the last one.
+    # One more pass after the end: trials may have ended since the last one.
     last = False
     while not last:
         last = ended.wait(SECONDS)

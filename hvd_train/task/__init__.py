@@ -1,1 +1,1 @@
-"""The task of a training: its losses and metrics for the outputs of a model, as sums over samples."""
+"""The task: losses and metrics of a model's outputs, as sums over samples."""

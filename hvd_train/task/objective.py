@@ -1,4 +1,4 @@
-"""One loss with its metrics: which outputs and labels they look at, and in which shapes."""
+"""One loss with its metrics: select the outputs and labels, and bring them into matching shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_train.task.user_functions import UserFunction, UserLibraryMetric, UserM
 
 
 class Objective:
-    """A loss and the metrics of one output; ``output`` "": of all that the model gives."""
+    """A loss and the metrics of one output; ``output`` "": of all outputs of the model."""
 
     def __init__(
         self,
@@ -39,20 +39,20 @@ class Objective:
         label = output or (next(iter(sample.labels)) if len(sample.labels) == 1 else "")
         self.field: Field | None = sample.labels[label] if label else None
         self.user_loss = UserFunction("task.loss", loss) if by_user else None
-        # Some places have no label: then W depends on the data.
+        # Some positions have no label, so W depends on the data.
         self.masked = loss == "cross_entropy" and bool(self.field and self.field.masked)
-        # (C,): what a sample of each class counts.
+        # (C,): the weight of each class.
         self._class_weights = np.array(class_weights, np.float64) if class_weights is not None else None
         self.weighted_by_data = self.masked or class_weights is not None
-        # With a loss of the user: whether the built-in metrics look at classes, some of which may not count.
+        # With a user's loss: whether built-in metrics compare classes, and so have to leave out ignore_index.
         self._of_classes = False
         self._built_in = [name for name in metrics if ":" not in name]
         self._check_metrics()
         self._check_classes(self.field.classes or 0 if self.field and loss == "cross_entropy" else 0)
         form, logits = self._form_of_labels(), loss in ("cross_entropy", "bce")
-        at_places = loss == "cross_entropy" and bool(self.field and (self.field.shape or self.field.masked))
+        per_position = loss == "cross_entropy" and bool(self.field and (self.field.shape or self.field.masked))
         self.metrics: dict[str, Metric] = {
-            name: user_metric(name, form, ops, logits, at_places) if ":" in name else self._built(name, form)
+            name: user_metric(name, form, ops, logits, per_position) if ":" in name else self._built(name, form)
             for name in metrics
         }
 
@@ -64,7 +64,7 @@ class Objective:
         return row.metric_class(form, self.masked or self._of_classes, **row.options)
 
     def _check_metrics(self) -> None:
-        """Check that built-in metrics look at the kind of labels that a built-in loss looks at."""
+        """Check that built-in metrics and a built-in loss use the same kind of labels."""
         if self.user_loss:
             return
         of_loss, other = ("classes", "numbers") if self.loss == "cross_entropy" else ("numbers", "classes")
@@ -74,23 +74,20 @@ class Objective:
                 raise ConfigError("the metric does not fit the loss", where=f"task.metrics: {name}", fix=fix)
 
     def _check_classes(self, count: int) -> None:
-        """Check that no metric is asked for that more than two classes do not have."""
+        """Refuse a binary metric for more than two classes."""
         for name in self._built_in:
             if count > 2 and METRICS[name].metric_class.two_classes_only:
                 fix = "leave it out, or give a metric of your own"
                 raise ConfigError(f"{count} classes, and it is of two", where=f"task.metrics: {name}", fix=fix)
 
     def _form_of_labels(self) -> LabelForm:
-        """Derive the form of the labels from the data; with a loss of the user, the outputs say more (``probe``)."""
+        """Derive the form of the labels from the data; with a user's loss ``probe`` derives it from outputs, too."""
         if self.loss == "cross_entropy" and self.field:
             return LabelForm("classes", self.field.classes or 1)
         return LabelForm.of_shapes((), self.field.shape if self.field else ())
 
     def select(self, tensors: Any) -> Any:
-        """Take the outputs or labels of this objective from all of the model's or the data's.
-
-        Of mixed samples it is the class that has the larger share.
-        """
+        """Select the outputs or labels of this objective; for mixed samples, the class with the larger share."""
         if isinstance(tensors, Mapping) and PARTNER in tensors:
             if self.user_loss and self.weighted_by_data:
                 what = "the loss gives weights, and samples that are mixed have two labels"
@@ -112,7 +109,7 @@ class Objective:
         return tensors[self.output]
 
     def probe(self, outputs: Any, labels: Any, weights: Tensor) -> None:
-        """Learn from made-up samples the shapes that functions of the user give."""
+        """Call the user's functions on made-up samples to find the shapes of their results."""
         raw = self.select(outputs), self.select(labels)
         if self.user_loss:
             self.weighted_by_data = self.user_loss.probe(*raw, weights, self._ops)
@@ -128,31 +125,31 @@ class Objective:
                 metric.probe(predictions)
 
     def losses(self, outputs: Any, labels: Any, weights: Tensor) -> tuple[tuple[Tensor, ...], Predictions]:
-        """Return the sums of the loss, (S,) or (S, W), and the predictions that the metrics look at."""
+        """Return the sums of the loss, (S,) or (S, W), and the predictions for the metrics."""
         raw = self.select(outputs), self.select(labels)
         if self.user_loss:
-            values, place_weights = self.user_loss.checked_values(*raw, weights, self.weighted_by_data)
+            values, position_weights = self.user_loss.checked_values(*raw, weights, self.weighted_by_data)
             z, y = self._for_built_in_metrics(*raw)
             y, present = self._counted(self._class_numbers(y), weights) if self._of_classes else (y, None)
         else:
             z, y, present = self._for_built_in_loss(*raw)
-            place_weights = self._weights_of(y, present)
-            # Where some places have no label, only those that have one cost time.
+            position_weights = self._weights_of(y, present)
+            # Positions without a label are skipped, to save time.
             if present is None:
                 values = loss_function(self.loss)(z, y, self._ops)
             else:
                 values = self._ops.cross_entropy(z, y, present)
         if PARTNER in labels:
             values = self._mixed(values, raw[0], labels, weights)
-        sums = weighted_sum(values, place_weights, weights, self._ops, by_user=self.user_loss is not None)
+        sums = weighted_sum(values, position_weights, weights, self._ops, by_user=self.user_loss is not None)
         # Metrics need no gradients.
         z, raw_outputs = for_each(self._ops.stop_gradient, z), for_each(self._ops.stop_gradient, raw[0])
         return sums, Predictions(z, y, weights, present, (raw_outputs, raw[1]), self._ops)
 
     def _mixed(self, values: Tensor, outputs: Any, labels: Mapping[str, Tensor], weights: Tensor) -> Tensor:
-        """Return the losses of mixed samples: that of each class by its share (Zhang et al. 2018).
+        """Return the losses of mixed samples, weighted by the shares of both classes (Zhang et al. 2018).
 
-        ``values``: those of the class with the larger share.
+        ``values``: the losses for the class with the larger share.
         """
         ops, partner = self._ops, labels[PARTNER]
         if self.user_loss:
@@ -163,10 +160,10 @@ class Objective:
         share = ops.cast(ops.reshape(labels[SHARE], (-1, *[1] * (len(values.shape) - 1))), ops.dtype(values))
         return share * values + (1 - share) * others
 
-    def place_weights(self, labels: Any, weights: Tensor, zeros: Any) -> Tensor | None:
-        """Return how much each place counts, by its label alone: no model is asked; None: all count alike.
+    def position_weights(self, labels: Any, weights: Tensor, zeros: Any) -> Tensor | None:
+        """Return the weight of each label, without running the model; None: all weights are 1.
 
-        ``zeros``: outputs of zeros, of the model's shapes, for a loss of the user that gives weights.
+        ``zeros``: makes outputs of zeros in the model's shapes, for a user's loss that returns weights.
         """
         y = self.select(labels)
         if self.masked or self._class_weights is not None:
@@ -177,21 +174,21 @@ class Objective:
         return None
 
     def _weights_of(self, y: Tensor, present: Tensor | None) -> Tensor | None:
-        """Return how much each label (n, ...) counts; None: all alike. ``present`` (n, ...): 0 where there is none."""
+        """Return the weight of each label (n, ...), or None if all are 1. ``present`` (n, ...): 0 for no label."""
         if self._class_weights is None:
             return present
         ops = self._ops
         table = ops.from_numpy(self._class_weights)
-        # The first axis may be unknown while a graph is traced, or else the length of samples.
+        # While a graph is traced, the first axis or the length of samples may be unknown.
         rows, *others = tuple(y.shape)
-        places = tuple(-1 if k is None else int(k) for k in (rows if None in others else None, *others))
-        of_class = ops.reshape(ops.take(table, ops.reshape(ops.cast(y, "int64"), (-1,))), places)
+        shape = tuple(-1 if k is None else int(k) for k in (rows if None in others else None, *others))
+        of_class = ops.reshape(ops.take(table, ops.reshape(ops.cast(y, "int64"), (-1,))), shape)
         return of_class if present is None else of_class * ops.cast(present, "float64")
 
     # ---- shapes
 
     def _for_built_in_loss(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return outputs and labels in shapes that belong together, and which places have a label if some do not."""
+        """Return outputs and labels in matching shapes, and the mask of labels that are present, if some are not."""
         y, present = self._counted(y, z) if self.masked else (y, None)
         if self.loss == "cross_entropy":
             classes = (self.field.classes if self.field else None) or 1
@@ -201,18 +198,18 @@ class Objective:
         return *self._numbers(f"task.loss: {self.loss}", z, y), None
 
     def _class_numbers(self, y: Tensor) -> Tensor:
-        """Return labels for built-in metrics of classes as int64, in whatever type data store them; fractions as -1."""
+        """Convert labels of any dtype to class numbers int64 for built-in metrics; fractions become -1."""
         numbers = self._ops.cast(y, "int64")
         return self._ops.where(self._ops.cast(numbers, self._ops.dtype(y)) == y, numbers, -1)
 
     def _counted(self, y: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return labels that are all classes, and which of them count, in the type of ``like``."""
+        """Replace ``ignore_index`` by class 0; also return the mask of present labels, in the dtype of ``like``."""
         present = self._ops.cast(y != self.ignore_index, self._ops.dtype(like))
-        # Any class will do where there is no label: the place has weight 0.
+        # Any class would do, because its weight is 0.
         return self._ops.where(y == self.ignore_index, 0, y), present
 
     def _for_built_in_metrics(self, z: Any, y: Any) -> tuple[Any, Any]:
-        """Return outputs and labels for built-in metrics; the loss is the user's, which may take any shapes."""
+        """Return outputs and labels in shapes for built-in metrics; a user's loss may use any shapes."""
         for name in self._built_in:
             where = f"task.metrics: {name}"
             if isinstance(z, Mapping) or isinstance(y, Mapping):
@@ -235,7 +232,7 @@ class Objective:
         return z, y
 
     def _numbers(self, where: str, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs (n, ...) and labels (n, ...), a number for each number, in the type of the outputs."""
+        """Return outputs and labels in the same shape (n, ...) and in the dtype of the outputs."""
         y = self._without_column(z, y)
         if len(z.shape) == len(y.shape) + 1 and z.shape[-1] == 1:
             # The first axis may be unknown while a graph is traced.
@@ -246,13 +243,13 @@ class Objective:
         return z, self._ops.cast(y, self._ops.dtype(z))
 
     def _without_column(self, z: Tensor, y: Tensor) -> Tensor:
-        """Return labels (n, 1) as (n,) where outputs are (n,) or (n, C)."""
+        """Reshape labels (n, 1) to (n,) if the outputs are (n,) or (n, C)."""
         column = len(y.shape) == 2 and y.shape[-1] == 1 and tuple(z.shape)[1:] != (1,)
         return self._ops.reshape(y, (-1,)) if column else y
 
 
 def fits(logits: Sequence[int | None], labels: Sequence[int | None], num_classes: int) -> bool:
-    """Return whether logits (n, ..., at least ``num_classes``) belong to labels (n, ...)."""
+    """Return whether logits are (n, ..., C) with C >= ``num_classes``, for labels (n, ...)."""
     pairs = zip(logits[:-1], labels, strict=False)
     same = len(logits) == len(labels) + 1 and all(a is None or b is None or a == b for a, b in pairs)
     return same and (logits[-1] is None or logits[-1] >= num_classes)

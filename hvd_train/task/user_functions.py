@@ -1,7 +1,7 @@
-"""Losses and metrics of the user: called, and held to their contract.
+"""Call a user's losses and metrics, and check their results.
 
-A function gets (outputs, labels) as the model and the data give them. It gives a value for each sample or place, or
-(values, weights) of one shape. A mean is refused: a mean over parts of unequal size is not the mean of all.
+A function gets (outputs, labels) from the model and the data. It returns a value for each sample or position, or
+(values, weights) of the same shape. A mean is refused: means over parts of unequal size do not add up to the mean.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from hvd_train.errors import ConfigError, named_reason
 from hvd_train.metrics.metric import LabelForm, Mean, Metric, Predictions
 from hvd_train.protocol import LibraryMetric, Ops, Tensor
 
-MADE_UP = 5  # samples that differ
+MADE_UP = 5  # random samples to try a function on
 
 
 def for_each(function: Callable[[Any], Any], outputs: Any) -> Any:
-    """Apply the function to each of several named tensors, or to the only one."""
+    """Apply the function to a tensor, or to each of a dict of tensors."""
     return {name: function(x) for name, x in outputs.items()} if isinstance(outputs, Mapping) else function(outputs)
 
 
 class UserFunction:
-    """A loss or metric of the user, ``package.module:function``; ``key``: the configuration's, for messages."""
+    """A user's loss or metric ``package.module:function``; ``key``: the key of the configuration, for messages."""
 
     def __init__(self, key: str, name: str, function: Callable[..., Any] | None = None) -> None:
         self.where = f"{key}: {name}"
         self._function = function or user_function(name, self.where)
         self._labels_first = _is_of_keras(self._function)
-        # After ``probe``: a line for the user, and whether the value of a sample depends on the others of its batch.
+        # Set by ``probe``: a remark, and whether the value of a sample depends on others in its batch.
         self.remark, self.compares = "", False
 
     def checked_values(
         self, outputs: Any, labels: Any, weights: Tensor, weighted: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the function and check what it gives: values (n, ...), and their weights of the same shape or None.
+        """Call the function and check its result: values (n, ...), and weights of the same shape or None.
 
-        ``weights``: (n,), of the samples. ``weighted``: whether it gave weights before; None: not known yet.
+        ``weights``: (n,), of the samples. ``weighted``: whether it returned weights before; None: not known yet.
         """
-        values, place_weights = self._call(outputs, labels)
+        values, position_weights = self._call(outputs, labels)
         fix = "give a value for each sample or place (losses of PyTorch: reduction='none', of Keras: reduction=None)"
         fix += "; of class weights w give (values without weights, w[labels]): their mean divides by the sum of weights"
-        if weighted is not None and weighted != (place_weights is not None):
+        if weighted is not None and weighted != (position_weights is not None):
             what = "the function gives weights for some batches and none for others"
             raise ConfigError(what, where=self.where, fix="give them always")
-        for x in (values,) if place_weights is None else (values, place_weights):
+        for x in (values,) if position_weights is None else (values, position_weights):
             if not hasattr(x, "shape"):
                 what = f"the function gives {type(x).__name__}, and no tensor"
                 raise ConfigError(what, where=self.where, fix=fix)
@@ -61,19 +61,19 @@ class UserFunction:
             if None not in (shape[0], weights.shape[0]) and shape[0] != weights.shape[0]:
                 what = f"the function gives {shape} for {weights.shape[0]} samples"
                 raise ConfigError(what, where=self.where, fix=fix)
-        if place_weights is not None and tuple(place_weights.shape) != tuple(values.shape):
-            what = f"the function gives values {tuple(values.shape)} and weights {tuple(place_weights.shape)}"
+        if position_weights is not None and tuple(position_weights.shape) != tuple(values.shape):
+            what = f"the function gives values {tuple(values.shape)} and weights {tuple(position_weights.shape)}"
             raise ConfigError(what, where=self.where, fix="give both the same shape")
-        return values, place_weights
+        return values, position_weights
 
     def probe(self, outputs: Any, labels: Any, weights: Tensor, ops: Ops) -> bool:
-        """Call the function for two samples and for one; return whether it gives weights.
+        """Call the function for two samples and for one; return whether it returns weights.
 
-        Outputs (n, 1) less labels (n,) are (n, n), each sample compared with all others: the two calls show it.
+        Two calls detect broadcasting errors: outputs (n, 1) minus labels (n,) would be (n, n).
         """
-        values, place_weights = self.checked_values(outputs, labels, weights)
+        values, position_weights = self.checked_values(outputs, labels, weights)
         first, _ = self._call(for_each(lambda x: x[:1], outputs), for_each(lambda x: x[:1], labels))
-        # Of one sample, a function that compares samples with one another gives another shape.
+        # A function that broadcasts over samples returns another shape for one sample.
         alone = tuple(first.shape)
         if alone[1:] != tuple(values.shape)[1:]:
             shapes = " and ".join(str(for_each(lambda x: tuple(x.shape), x)) for x in (outputs, labels))
@@ -86,32 +86,32 @@ class UserFunction:
             self.remark = (
                 f"{what}: each rank compares those of its part, so another number of ranks gives other numbers"
             )
-        elif place_weights is None and self._weighs_classes(labels, ops):
+        elif position_weights is None and self._weighs_classes(labels, ops):
             what = "its values have the weights of their classes, and their mean divides by the number of samples"
             self.remark = f"{what}, where PyTorch's own divides by the sum of weights (task.class_weights does so)"
-        return place_weights is not None
+        return position_weights is not None
 
     def _weighs_classes(self, labels: Any, ops: Ops) -> bool:
-        """Return whether it is a loss of PyTorch with weights of classes, whose own mean divides by their sum."""
+        """Return whether it is a PyTorch loss with class weights, whose own mean divides by the sum of weights."""
         weighs = self.ignored is not None and getattr(self._function, "weight", None) is not None
         return weighs and not isinstance(labels, Mapping) and ops.to_numpy(labels).dtype.kind in "iu"
 
     @property
     def ignored(self) -> int | None:
-        """Return the label for which a loss of PyTorch or Keras gives 0, and which its own mean leaves out."""
+        """Return the label that a PyTorch or Keras loss ignores (it returns 0 there), or None."""
         number = getattr(self._function, "ignore_index", getattr(self._function, "ignore_class", None))
         return number if isinstance(number, int) else None
 
     def _compares(self, outputs: Any, labels: Any, ops: Ops) -> bool:
-        """Return whether the values of some samples are others than those of each alone; False if it cannot be tried.
+        """Return whether the values in a batch differ from those of each sample alone.
 
-        It cannot with labels that the function does not take, nor where it draws random numbers.
+        Return False if that cannot be tested: the function refuses such labels, or draws random numbers.
         """
         raw = varied(outputs, labels, ops, True)
 
         def values(rows: slice) -> np.ndarray:
             answer, _ = self._call(*(for_each(itemgetter(rows), x) for x in raw))
-            # NumPy has no bfloat16. Of one sample some functions give a number.
+            # NumPy has no bfloat16. Some functions return a scalar for one sample.
             return np.atleast_1d(ops.to_numpy(ops.cast(answer, "float64")))
 
         try:
@@ -120,10 +120,10 @@ class UserFunction:
         except ConfigError:
             return False
         random = not np.array_equal(together, again, equal_nan=True)
-        # Of another shape: functions that are checked when they are called.
+        # Wrong shapes are reported when the function is called.
         if random or {x.shape for x in alone} != {(1, *together.shape[1:])} or len(together) != MADE_UP:
             return False
-        # Rounding in a network within a loss depends on the number of samples, above all in 16 bits.
+        # If a loss contains a network, its rounding depends on the batch size, above all in 16 bits.
         return not np.allclose(together, np.concatenate(alone), rtol=1e-2, atol=1e-6, equal_nan=True)
 
     def _call(self, outputs: Any, labels: Any) -> tuple[Tensor, Tensor | None]:
@@ -132,12 +132,12 @@ class UserFunction:
         except Exception as error:
             fix = f"it is called with outputs {_shapes(outputs)} and labels {_shapes(labels)}"
             raise ConfigError(f"the function failed: {named_reason(error)}", where=self.where, fix=fix) from error
-        values, place_weights = answer if isinstance(answer, tuple | list) and len(answer) == 2 else (answer, None)
-        return values, place_weights
+        values, position_weights = answer if isinstance(answer, tuple | list) and len(answer) == 2 else (answer, None)
+        return values, position_weights
 
 
 class UserMean(Mean):
-    """A metric of the user that is a mean of values. What has no label does not count, whatever it gives there."""
+    """A user's metric that is a mean of values; values at positions without a label are left out."""
 
     by_user = True
 
@@ -154,10 +154,7 @@ class UserMean(Mean):
         return values, present if weights is None else ops.cast(weights, ops.dtype(present)) * present
 
     def probe(self, predictions: Predictions) -> None:
-        """Learn from made-up samples whether the function gives weights, and whether it gives a value for each label.
-
-        ``predictions`` say which labels are present where some are not.
-        """
+        """Call the function on made-up samples to find whether it returns weights, and a value for each label."""
         self._gives_weights = self.function.probe(*predictions.raw, predictions.weights, predictions.ops)
         values, _ = self.values(predictions)
         present = predictions.present
@@ -167,18 +164,18 @@ class UserMean(Mean):
 
 
 class UserLibraryMetric(Metric):
-    """A metric object of TorchMetrics or Keras that the user names.
+    """A user's metric object from TorchMetrics or Keras.
 
-    ``at_places``: labels are classes at each place, or some samples have none. Then it is given a row for each label.
+    ``per_position``: labels are classes per position, or some are missing. Then it gets a row for each label.
     """
 
-    def __init__(self, name: str, sums: LibraryMetric, form: LabelForm, at_places: bool) -> None:
+    def __init__(self, name: str, sums: LibraryMetric, form: LabelForm, per_position: bool) -> None:
         super().__init__(form)
-        self.where, self._sums, self.length, self._at_places = f"task.metrics: {name}", sums, 1, at_places
+        self.where, self._sums, self.length, self._per_position = f"task.metrics: {name}", sums, 1, per_position
 
     def sums(self, predictions: Predictions) -> Tensor:
         (outputs, labels), weights = predictions.raw, predictions.weights
-        if self._at_places:
+        if self._per_position:
             outputs, labels, weights = predictions.flat()  # (places, C), (places,), (places,)
             labels = predictions.ops.cast(labels, "int64")
         try:
@@ -188,7 +185,7 @@ class UserLibraryMetric(Metric):
             raise ConfigError(f"the metric failed: {named_reason(error)}", where=self.where, fix=fix) from error
 
     def result(self, sums: np.ndarray) -> float:
-        if not sums.any():  # it was given no row, of which some metrics make a 0
+        if not sums.any():  # without any row, some metrics would return 0
             return math.nan
         shapes = self._sums.shapes
         parts = np.split(sums, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
@@ -201,7 +198,7 @@ class UserLibraryMetric(Metric):
             ) from error
 
     def probe(self, predictions: Predictions) -> None:
-        """Learn the number of sums from made-up samples, and check that they are sums."""
+        """Find the number of sums with made-up samples, and check that they add up over samples."""
         ops = predictions.ops
         raw = varied(*predictions.raw, ops, self.form.size > 1)
         weights = ops.cast(ops.from_numpy(np.ones(MADE_UP)), ops.dtype(predictions.weights))
@@ -221,17 +218,17 @@ class UserLibraryMetric(Metric):
 
 
 def varied(outputs: Any, labels: Any, ops: Ops, labelled: bool) -> tuple[Any, Any]:
-    """Make ``MADE_UP`` outputs and labels that differ, in the shapes of these: of zeros, nearly everything is a sum.
+    """Make ``MADE_UP`` different outputs and labels in the shapes of these: with zeros, nearly everything adds up.
 
-    ``labelled``: 1 is a label. The numbers are such that a metric shows which takes the largest of a batch.
+    ``labelled``: 1 is a valid label. The numbers reveal a metric that takes the maximum over a batch.
     """
     rng = np.random.default_rng(0)
 
     def of_model(z: Tensor) -> Tensor:
-        # They may stand for logits and for probabilities.
+        # Valid both as logits and as probabilities.
         numbers = np.sort(rng.uniform(0.05, 0.45, (MADE_UP, *tuple(z.shape)[1:])), 0)
         if numbers.ndim > 1:
-            numbers[:-1, ..., 0] += 0.5  # of nearly all samples, the first class is the largest
+            numbers[:-1, ..., 0] += 0.5  # the first class is the largest in all samples but one
         return ops.cast(ops.from_numpy(numbers), ops.dtype(z))
 
     def of_data(y: Tensor) -> Tensor:
@@ -243,7 +240,7 @@ def varied(outputs: Any, labels: Any, ops: Ops, labelled: bool) -> tuple[Any, An
 
 
 class UserSums(Metric):
-    """A metric of the user with a ``result``: of each sample it gives the numbers that are added, (n, length)."""
+    """A user's metric with a ``result``: it returns numbers (n, length) per sample, which are summed."""
 
     def __init__(self, function: UserFunction, result: Callable[[np.ndarray], Any], form: LabelForm) -> None:
         super().__init__(form)
@@ -252,14 +249,14 @@ class UserSums(Metric):
 
     def sums(self, predictions: Predictions) -> Tensor:
         ops, weights, function = predictions.ops, predictions.weights, self.function
-        values, place_weights = function.checked_values(*predictions.raw, weights)
+        values, position_weights = function.checked_values(*predictions.raw, weights)
         columns = tuple(values.shape)[1:]  # () or (length,)
         length = self.length if self._probed else None
-        if place_weights is not None or len(columns) > 1 or (length is not None and (*columns, 1)[0] != length):
-            shape = "(values, weights)" if place_weights is not None else str(tuple(values.shape))
+        if position_weights is not None or len(columns) > 1 or (length is not None and (*columns, 1)[0] != length):
+            shape = "(values, weights)" if position_weights is not None else str(tuple(values.shape))
             fix = f"a metric with a result gives (samples, {length or 'k'}): of each sample the numbers that are added"
             raise ConfigError(f"the function gives {shape}", where=function.where, fix=fix)
-        # In 64 bits: squares of numbers far from zero cancel.
+        # In 64 bits, as differences of large squares lose digits.
         count = ops.reshape(ops.cast(weights, "float64"), (-1, 1))  # (n, 1)
         values = ops.reshape(ops.cast(values, "float64"), (-1, *(columns or (1,))))  # (n, length)
         return ops.sum(ops.where(count > 0, values, 0.0) * count, 0)
@@ -274,7 +271,7 @@ class UserSums(Metric):
             raise ConfigError(f"its result failed: {named_reason(error)}", where=where, fix=fix, common=True) from error
 
     def probe(self, predictions: Predictions) -> None:
-        """Learn the number of sums from made-up samples, and try the result."""
+        """Find the number of sums with made-up samples, and try ``result``."""
         self.function.probe(*predictions.raw, predictions.weights, predictions.ops)
         self._probed = False
         sums = predictions.ops.to_numpy(self.sums(predictions))
@@ -283,11 +280,11 @@ class UserSums(Metric):
 
 
 def user_metric(
-    name: str, form: LabelForm, ops: Ops, logits: bool, at_places: bool
+    name: str, form: LabelForm, ops: Ops, logits: bool, per_position: bool
 ) -> UserMean | UserSums | UserLibraryMetric:
-    """Return the metric of this name: a function or an object that can be called; a class is called first.
+    """Return a user's metric: a function, a callable object, or a class, which is instantiated.
 
-    ``logits``: the outputs are such; ``at_places``: each place of a sample has a class, or some samples have none.
+    ``logits``: the outputs are logits; ``per_position``: labels are classes per position, or some are missing.
     """
     key = "task.metrics"
     where = f"{key}: {name}"
@@ -304,7 +301,7 @@ def user_metric(
     except ConfigError as error:
         raise ConfigError(error.what, where=where, fix=error.fix) from error
     if library is not None:
-        return UserLibraryMetric(name, library, form, at_places)
+        return UserLibraryMetric(name, library, form, per_position)
     modules = type(metric).__module__.split(".")
     for of_library, framework in (("torchmetrics", "pytorch"), ("keras", "tensorflow")):
         if modules[0] == of_library and "losses" not in modules:  # a loss of Keras is a function
@@ -314,13 +311,13 @@ def user_metric(
 
 
 def no_comparison(title: str) -> ConfigError:
-    """Make the error for an object of a library that is the mean of numbers and gets no labels."""
+    """Make the error for a library metric that averages numbers and takes no labels."""
     fix = "name the function of which it is the mean: it is called with (outputs, labels)"
     return ConfigError(f"{title} compares no outputs with labels", fix=fix)
 
 
 def _is_of_keras(function: Any) -> bool:
-    """Return whether it is a loss or metric of Keras, or derived from one: they take (labels, outputs)."""
+    """Return whether it is a Keras loss or metric, or a subclass of one, which takes (labels, outputs)."""
     function = getattr(function, "func", function)  # of a partial
     kinds = (function,) if hasattr(function, "__qualname__") else type(function).__mro__
     modules = [str(one.__module__).split(".") for one in kinds]

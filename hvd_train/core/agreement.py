@@ -1,4 +1,4 @@
-"""Ranks that differ are stopped: before the first collective of training, with a table instead of a hang, and later."""
+"""Checks that all ranks agree, before the first collective of training and later: an error table instead of a hang."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, Tr
 from hvd_train.protocol import Communicator, Model
 
 T = TypeVar("T")
-EARLY = (2, 10)  # steps: a difference from the first one on is reported at once
+EARLY = (2, 10)  # check after these steps, to report early differences at once
 WEIGHTS_FIX = "look for a faulty host or code that depends on the rank; --resume auto goes on from the last checkpoint"
 NONFINITE_FIX = "lower optim.lr, set gradient_clip_val, or look for NaN in the data"
 
 
 def agree(communicator: Communicator, facts: Mapping[str, str], name: str = "agree") -> None:
-    """Raise the same ConfigError on all ranks when a fact differs, with one line per fact and rank group.
+    """Raise the same ConfigError on all ranks if a fact differs, with one line per fact and rank group.
 
-    ``name``: of the transfer, which a user reads where a rank does not come.
+    ``name``: of the collective, which the user sees if a rank does not join.
     """
     everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(dict(facts)).encode(), name)]
     rows = []
@@ -42,9 +42,9 @@ def agree_on_start(name: str, model: Model, facts: Mapping[str, str]) -> None:
 
 
 def collectively(communicator: Communicator, work: Callable[[], T]) -> T:
-    """Run ``work`` on every rank; if it fails on any, all ranks raise that error. ``work`` holds no collective."""
+    """Run ``work`` on every rank. If it fails on any, all ranks raise that error. ``work`` must call no collective."""
     result, failure = None, None
-    # A TrainError only: any other one is a bug, and the end of this rank ends the job.
+    # TrainError only: any other exception is a bug, and ends this rank and thus the job.
     try:
         result = work()
     except TrainError as error:
@@ -60,7 +60,8 @@ def collectively(communicator: Communicator, work: Callable[[], T]) -> T:
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether ranks of a script compare weights after this many steps: every so often (0: never), and early."""
+    """Return whether ranks of a script compare weights at ``step``: every ``every`` steps (0: never), and at early
+    ones."""
     return bool(every) and (step % every == 0 or step in EARLY)
 
 
@@ -73,20 +74,20 @@ def agree_on_weights(
     settings: Mapping[str, str] | None = None,
     fix: str = WEIGHTS_FIX,
 ) -> None:
-    """Raise the same error on all ranks where one's loss is not ``finite``, or its weights are not the others'.
+    """Raise the same error on all ranks if one has a loss that is not ``finite``, or different weights.
 
-    ``sums``: {name: 64-bit sum of a weight's bits}, in the same order on every rank; on all ranks together. Nine bytes
-    of a rank travel; the sums follow where something differs. ``settings``: what else must be equal and, where it is
-    not, is the likely cause: {"learning rate of SGD": "0.1"}. The message then gives its values, with ``fix``.
+    Must be called on all ranks. ``sums``: {name: 64-bit sum of a weight's bits}, in the same order on every rank. Each
+    rank sends nine bytes, and the sums only if something differs. ``settings``: other values that must be equal, and if
+    not are the likely cause: {"learning rate of SGD": "0.1"}. The message then shows them, with ``fix``.
     """
     local = json.dumps([dict(sums), dict(settings or {})]).encode()
-    # The digest first, the sums only where it differs: a large model has megabytes of them.
+    # Digest first, and sums only if it differs, because a large model has megabytes of them.
     everyone = communicator.allgather_bytes(hashlib.blake2b(local, digest_size=8).digest() + bytes([finite]), "weights")
     broken = [rank for rank, part in enumerate(everyone) if not part[8]]
     if broken:
         what = f"the training loss of {name_ranks(broken)} is not finite"
         raise NonFiniteError(what, where=where, fix=NONFINITE_FIX, common=True, ranks=broken)
-    # Most ranks are right; of two that differ nobody knows which.
+    # The majority is right. With two ranks that cannot be known.
     right = Counter(everyone).most_common(1)[0][0]
     apart = [rank for rank, part in enumerate(everyone) if part != right]
     if apart:

@@ -1,4 +1,4 @@
-"""Running statistics of given weights, by a pass over the training data."""
+"""Recompute running statistics for given weights by a pass over the training data."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hvd_train.core.training import Training
 
 
 def gather(training: Training, between: Callable[[], None]) -> None:
-    """Replace the running statistics by those of the training samples under the weights that the model has.
+    """Replace the running statistics by those of the training samples under the model's current weights.
 
     The batches are those of the last epoch. A layer normalizes by the statistics of the global batch, whatever
-    ``sync_batchnorm`` says, and keeps those of all samples: the mean, and the variance with n - 1. So they are the same
-    for every number of ranks. Nothing is dropped out. ``between`` is called after each step.
+    ``sync_batchnorm`` says, and stores those of all samples: the mean, and the variance with n - 1. So they do not
+    depend on the number of ranks. Dropout is off. ``between`` is called after each step.
     """
     frontend = training.frontend
     frontend.run_queued()

@@ -1,7 +1,7 @@
-"""Batch normalization's statistics over parts of a batch (Ioffe and Szegedy 2015), once for every framework.
+"""Batch normalization over parts of a batch (Ioffe and Szegedy 2015), for every framework.
 
-C is the number of channels, "values" are a channel's entries that count: those of samples, not of padding. One rank's
-part is a row [count, C means, C sums of squared deviations]; an empty part is a row of zeros.
+C is the number of channels; "values" are a channel's entries without padding. A rank's part is a row [count, C means, C
+sums of squared deviations]; an empty part is a row of zeros.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hvd_train.protocol import Ops, Tensor
 def combine(parts: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
     """Combine rows (ranks, 1 + 2 C) into values per channel (1,), means (C,), biased variances (C,) of all parts.
 
-    Deviations are added, not squares: nothing cancels where a mean is large (Chan, Golub and LeVeque 1983).
+    Adds deviations, not squares, to avoid cancellation with a large mean (Chan, Golub and LeVeque 1983).
     """
     channels = (parts.shape[1] - 1) // 2
     count, mean, spread = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
@@ -26,13 +26,13 @@ def combine(parts: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def joined(rows: Sequence[Tensor], ops: Ops) -> Tensor:
-    """Join rows (1 + 2 C,) of several batches to the row of all of them."""
+    """Combine rows (1 + 2 C,) of several batches into one row."""
     total, mean, variance = combine(ops.concat([ops.reshape(row, (1, -1)) for row in rows]), ops)
     return ops.concat([total, mean, variance * total])
 
 
 def counting(row: Tensor, ops: Ops) -> Tensor:
-    """Return a row, or zeros, which count nothing, where it is not finite, as of a batch with a NaN."""
+    """Return the row, or zeros (an empty part) if it is not finite, as for a batch with a NaN."""
     return ops.where(ops.all_finite(row), row, 0.0)
 
 
@@ -46,9 +46,9 @@ def of_all(row: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
 def running(
     old: tuple[Tensor, Tensor], total: Tensor, mean: Tensor, variance: Tensor, share: float | Tensor, ops: Ops
 ) -> tuple[Tensor, Tensor]:
-    """Return the running mean and variance, moved by ``share`` towards this batch's mean and unbiased variance.
+    """Move the running mean and variance by ``share`` towards this batch's mean and unbiased variance.
 
-    They stay where they are if a channel has fewer than 2 values, which have no variance.
+    They do not change if a channel has fewer than 2 values, and so no variance.
     """
     share = ops.where(total > 1, share, total * 0)
     unbiased = variance * (total / ops.where(total > 1, total - 1, 1.0))
@@ -60,7 +60,7 @@ def input_gradient(
 ) -> Tensor:
     """Return dL/dx for y = scale normal + bias, normal = (x - mean) / deviation; ``factor`` is scale / deviation.
 
-    ``means`` are the sums of dL/dy and of dL/dy normal over all ranks, divided by the values per channel; ``weight``
-    is 1 for a value that entered the statistics and 0 for padding. Everything broadcasts to the shape of x.
+    ``means``: sums of dL/dy and of dL/dy normal over all ranks, divided by the values per channel. ``weight``: 1 for a
+    value, 0 for padding. Everything broadcasts to the shape of x.
     """
     return factor * (gradient - weight * (means[0] + normal * means[1]))

@@ -1,4 +1,4 @@
-"""When to log, compare weights, save and sync: by the configuration and the step's number, so on all ranks alike."""
+"""When to log, compare weights, save and sync: a function of configuration and step, so equal on all ranks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from hvd_train.config import Config
 
 
 class Due(NamedTuple):
-    """The actions that follow a step. ``last``: the epoch ends here, at its last step or at ``max_steps``."""
+    """The actions after a step. ``last``: the epoch ends here, at its last step or at ``max_steps``."""
 
     last: bool
     save: bool
     snapshot: bool  # a checkpoint in memory
     log: bool
     check: bool  # of the weights
-    sync: bool  # the ranks agree on signals and wishes to stop
+    sync: bool  # the ranks agree on signals and requests to stop
 
 
 class StepRules:
-    """The rules of ``config`` for each step; ``snapshots``: there is a folder in memory for them."""
+    """The rules of ``config`` for each step. ``snapshots``: there is a folder for in-memory checkpoints."""
 
     def __init__(self, config: Config, snapshots: bool) -> None:
         self._max_steps = config.max_steps
@@ -30,29 +30,29 @@ class StepRules:
         self._line_owed = False
 
     def steps_left(self, step: int, most: int) -> int:
-        """Return how many steps follow step number ``step`` up to one that saves or ends the run, ``most`` at most."""
+        """Return the number of steps after ``step`` up to one that saves or ends the run, at most ``most``."""
         every = [self._save_every, self._snapshot_every]
         spans = [n - step % n for n in every if n]
         return min([most, *spans, *([self._max_steps - step] if self._max_steps else [])])
 
     def log(self, step: int) -> bool:
-        """Return whether a line of the log is due after so many steps."""
+        """Return whether a log line is due after ``step``."""
         return step % self._log_every == 0
 
     def due(self, step: int, at_end: bool, sync: bool, in_flight: bool = False) -> Due:
-        """Return what follows step number ``step`` (from 1). ``at_end``: of the epoch; ``sync``: by the clock.
+        """Return the actions after step number ``step`` (from 1). ``at_end``: of the epoch; ``sync``: by the clock.
 
-        ``in_flight``: whether something travels, for which a line of the log would have to wait: it comes later.
+        ``in_flight``: a transfer is in flight, so a log line, which would have to wait for it, is postponed.
         """
         last = at_end or bool(self._max_steps and step >= self._max_steps)
         # At the end of an epoch its own checkpoint follows, with its metrics.
         save = not at_end and bool(self._save_every) and step % self._save_every == 0
         snapshot = not (last or save) and bool(self._snapshot_every) and step % self._snapshot_every == 0
-        # Nothing is saved that was not looked at: a line shows losses that are not finite, a check other weights.
+        # Check before saving: a log line reveals non-finite losses, a weight check differing weights.
         looks = last or save or snapshot
         self._line_owed = self._line_owed or self.log(step)
         log = looks or (self._line_owed and not in_flight)
         self._line_owed = self._line_owed and not log
         check = looks or bool(self._check_every and step % self._check_every == 0)
-        # A wish to stop takes effect with a line, whatever the clock says: when a run ends must not depend on clocks.
+        # A request to stop takes effect at a log line, because the end of a run must not depend on clocks.
         return Due(last, save, snapshot, log, check, sync or log)

@@ -1,4 +1,4 @@
-"""Loss and metrics over samples of all ranks: sums and counts travel, the division comes last."""
+"""Loss and metrics over the samples of all ranks: add sums and counts over ranks, then divide."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hvd_train.protocol import Batch, Evaluable
 def evaluate(
     model: Evaluable, batches: Generator[Batch, None, None], between: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """Return the task's results over every sample of the batches of all ranks, once each.
+    """Evaluate the task over the batches of all ranks, each sample once.
 
     ``between`` is called after each batch, on all ranks alike.
     """
-    # Each rank has gathered running statistics for itself: all evaluate one model.
+    # Average the ranks' running statistics, so that all evaluate the same model.
     model.average_statistics()
     task, ranks = model.task, model.groups.sums
     sums, rankings = np.zeros(task.length), {k: Ranking(labels) for k, labels in task.ranked.items()}

@@ -1,4 +1,4 @@
-"""Hooks: objects that are called while the loop trains. The built-in ones and the user's are called alike."""
+"""Hooks: objects that the training loop calls. Built-in hooks and the user's are called alike."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hvd_train.errors import ConfigError, TrainError, named_reason
 
 @dataclass(frozen=True)
 class StepInfo:
-    """A step that was made; its number is ``trainer.progress.step``.
+    """A finished step; its number is ``trainer.progress.step``.
 
-    batch: this rank's micro-batches and the number of samples of all ranks. learning_rate: the rate it was made with.
-    local_sums: this rank's sums of each micro-batch, on the device; reading a value blocks until the step has run, and
-    in TensorFlow ends the call of several steps early. local_counts: (losses,) by which each loss is divided, None
-    where that is the number of samples. seconds: since the step before, without the time of hooks. due: what follows.
+    batch: this rank's micro-batches and the number of samples of all ranks. learning_rate: of this step. local_sums:
+    this rank's sums of each micro-batch, on the device; reading a value blocks until the step has run, and in
+    TensorFlow cuts a call of several steps short. local_counts: (losses,), the divisor of each loss, or None for the
+    number of samples. seconds: since the previous step, without hooks. due: the actions after it.
     """
 
     batch: Step
@@ -36,7 +36,7 @@ class StepInfo:
 
     @property
     def log_due(self) -> bool:
-        """Return whether a line of the log is written after this step."""
+        """Return whether a log line is written after this step."""
         return self.due.log
 
     @property
@@ -47,11 +47,10 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch that ended, or was left (``complete`` False).
+    """An epoch that ended, or was interrupted (``complete`` False).
 
-    number: from 0. metrics: train_NAME of each metric of the task and, where it was evaluated, val_NAME and
-    val_samples, equal on all ranks. learning_rate: of its last step. seconds, samples: how long this process trained
-    in it, and on how many samples of all ranks.
+    number: from 0. metrics: train_NAME of each metric and, if evaluated, val_NAME and val_samples, equal on all ranks.
+    learning_rate: of its last step. seconds, samples: duration in this process, and number of samples of all ranks.
     """
 
     number: int
@@ -63,7 +62,7 @@ class Epoch:
 
 
 class Hook:
-    """Override what you need; ``trainer`` has ``config``, ``progress``, ``frontend`` (with its ``model``),
+    """Base class of hooks. ``trainer`` has ``config``, ``progress``, ``frontend`` (with its ``model``),
     ``communicator`` (``rank``, ``size``), ``log.message(text)``, ``samples_per_second()`` and ``stop(why)``.
 
     An exception in a hook ends the job on all ranks.
@@ -76,43 +75,43 @@ class Hook:
         """Called after each optimizer step."""
 
     def on_step_end(self, trainer: Training, info: StepInfo) -> None:
-        """Called when ``on_step`` of all hooks has been called: the built-in ones sync ranks, save and leave here."""
+        """Called after ``on_step`` of all hooks. Built-in hooks sync ranks, save and leave here."""
 
     def on_epoch(self, trainer: Training, epoch: Epoch) -> None:
         """Called after each epoch and its evaluation, before its checkpoint."""
 
     def on_epoch_end(self, trainer: Training, epoch: Epoch) -> None:
-        """Called when ``on_epoch`` of all hooks has been called; where they ended the run, it has been evaluated."""
+        """Called after ``on_epoch`` of all hooks, and after the evaluation if one of them ended the run."""
 
     def on_checkpoint(self, trainer: Training, path: Path) -> None:
-        """Called when rank 0 has written the checkpoint ``path``, some steps after its own.
+        """Called once rank 0 has written the checkpoint ``path``, some steps after the checkpoint's step.
 
-        It comes before the next one, and not for one that is gone again, as it was none of the k best.
+        Called before the next save, and not for a checkpoint that was removed again because it is none of the k best.
         """
 
     def on_end(self, trainer: Training, summary: Mapping[str, Any]) -> None:
-        """Called when training has come to its end."""
+        """Called when training has ended."""
 
 
 EVENTS = ("on_start", "on_step", "on_step_end", "on_epoch", "on_epoch_end", "on_checkpoint", "on_end")
 
 
 def unknown_events(hook: Hook) -> list[str]:
-    """Return a line for each method that is named as an event and is not one, as those of other libraries."""
+    """Return a line for each method that looks like an event but is none, such as another library's."""
     names = [name for name in dir(type(hook)) if name.startswith("on_") and name not in EVENTS]
     called = f"is never called: the events are {', '.join(EVENTS)}"
     return [f"{type(hook).__name__}.{name} {called}" for name in names if callable(getattr(hook, name))]
 
 
 class HookCalls:
-    """The calls of each event, in the order of the hooks: ``first``, the user's, ``last``."""
+    """Calls the hooks at each event: ``first``, then the user's, then ``last``."""
 
     def __init__(self, first: Sequence[Hook], user: Sequence[Hook], last: Sequence[Hook]) -> None:
         def overriding(hooks: Sequence[Hook], event: str) -> list[Any]:
             return [getattr(hook, event) for hook in hooks if getattr(type(hook), event) is not getattr(Hook, event)]
 
-        # Looked up once: a step of a small model takes a millisecond. A user's method is looked up at each call, as
-        # it may be an attribute of the object that changes.
+        # Looked up once, because a step of a small model takes only a millisecond. A user's method is looked up at each
+        # call, because it may be a changing attribute.
         self._calls = {
             event: [
                 *overriding(first, event),
@@ -128,7 +127,7 @@ class HookCalls:
 
 
 def _guarded(hook: Hook, event: str, *args: Any) -> None:
-    """Call a user's hook; an exception becomes one line that names the hook."""
+    """Call a user's hook. An exception becomes an error line that names the hook."""
     try:
         getattr(hook, event)(*args)
     except TrainError:

@@ -1,4 +1,4 @@
-"""First weights of the zoo's models: one NumPy rule, so that every framework starts from the same numbers."""
+"""Initial weights of the built-in models: one NumPy rule, so that every framework starts from the same values."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 
 def first_weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return the first values of a weight, float64 in canonical order, for its canonical name and shape.
+    """Return the initial values of a weight, float64 in canonical axis order, for its canonical name and shape.
 
-    Kernels are normal with variance 2 / fan-in (He et al. 2015, "Delving Deep into Rectifiers"), the last axis being
-    the output; biases are 0; scales are 1; embeddings are normal with deviation 0.02. Each tensor has its own
-    generator, drawn from (seed, name), so that adding a layer changes no other.
+    Kernels are normal with variance 2 / fan-in (He et al. 2015, "Delving Deep into Rectifiers"), with the output axis
+    last; biases are 0; scales are 1; embeddings are normal with deviation 0.02. Each tensor has its own generator,
+    seeded by (seed, name), so that adding a layer changes no other.
     """
     kind = name.rpartition(".")[2]
     if kind == "bias":

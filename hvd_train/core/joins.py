@@ -1,4 +1,4 @@
-"""Warn when the last local steps are never joined: they are not in the result."""
+"""Warn when the last local steps are never averaged, so that they are not in the result."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from hvd_train.errors import amount
 
 
 def notes(config: Config, steps: int, begin: int, per_epoch: int) -> list[str]:
-    """Return a line where steps of a training are not in its result, and where rules see no change for too long.
+    """Return warnings about steps that do not enter the result, and rules that act before the evaluated weights change.
 
-    ``steps``: number of its last step; ``begin``: of the step that it goes on from; ``per_epoch``: steps. The result of
-    ``outer`` and ``streaming`` has the weights of the last join, and that of ``async`` the centre. Evaluations, too.
+    ``steps``: last step; ``begin``: step to resume from; ``per_epoch``: steps. Results and evaluations of ``outer`` and
+    ``streaming`` use the weights of the last average, those of ``async`` the centre.
     """
     exchange, mode = config.exchange, config.exchange.spec
     if not mode.result:
         return []
     every = getattr(exchange, mode.interval)
-    start = exchange.outer_start  # steps up to here are in the weights of all ranks
+    start = exchange.outer_start  # steps up to here are in the averaged weights
     delay = exchange.stream_delay if "stream_delay" in mode.options else 0
     joined, last = (max(start, max(step - delay, 0) // every * every) for step in (begin, steps))
     left = steps - max(begin, start)
@@ -33,7 +33,7 @@ def notes(config: Config, steps: int, begin: int, per_epoch: int) -> list[str]:
 
 
 def _impatient(config: Config, every: int, per_epoch: int) -> list[str]:
-    """Return a line for each rule that may act before the weights that are evaluated have changed at all."""
+    """Return a line for each rule that may act before the evaluated weights have changed at all."""
     lines = []
     for key, rule in (("early_stopping", config.early_stopping), ("optim.plateau", config.optim.plateau)):
         if rule and rule.monitor.startswith("val_"):

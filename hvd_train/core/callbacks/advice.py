@@ -1,4 +1,4 @@
-"""Advice on threads and ranks, given once, where the measured times say that fewer are likely to be faster."""
+"""One-time advice to use fewer threads or ranks, if measured times suggest that this is faster."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import os
 from hvd_train.core.hooks import Hook, StepInfo
 from hvd_train.core.training import Training
 
-# OneThreadAdvice: the fastest steps are so many times as fast as usual, and take less than so many seconds. Beside
-# other work two threads of a small PyTorch model gave 494 samples/s, one thread 31 675.
+# OneThreadAdvice: minimum ratio of usual to fastest step time, and maximum seconds of a fast step. Beside other work a
+# small PyTorch model ran at 494 samples/s with two threads, and 31 675 with one.
 TIMES_AS_FAST, SMALL_SECONDS = 3.0, 0.005
-# FewerRanksAdvice: on 2 cores the exchange took 16 to 34 % of the time of an MLP with 24 million weights, whose one
-# process is 1.7 times as fast; 4 to 5 % of that of ResNet-18 and 3 % of that of BERT. Ranks with models of a few MB
-# wait for one another: the CNN's 16 % of the time, and one process has 0.95 of their speed.
+# FewerRanksAdvice: on 2 cores the exchange took 16 to 34 % of the time for an MLP with 24 million weights, where one
+# process is 1.7 times as fast; 4 to 5 % for ResNet-18, and 3 % for BERT. With models of a few MB, waiting dominates: 16
+# % of the time for the CNN, where one process has 0.95 of the speed.
 EXCHANGE_SHARE, HEAVY_BYTES, BUSY = 0.1, 16 << 20, 1.25
 
 
 class OneThreadAdvice(Hook):
-    """Say once that one thread is likely faster: with other work on the cores, the ``threads`` of a rank wait for one
-    another in each operation, and a small step is all waiting.
+    """Advises once to use one thread. If other programs use the cores, a rank's ``threads`` wait for one another in
+    each operation, and a small step is mostly waiting.
 
-    To choose one thread here would change the order of sums, and with it the last bits of the results.
+    Only advice, because fewer threads change the order of sums, and so the last bits of results.
     """
 
     def __init__(self, threads: int) -> None:
@@ -39,9 +39,9 @@ class OneThreadAdvice(Hook):
 
 
 class FewerRanksAdvice(Hook):
-    """Advise once to start fewer ranks with more threads, where all are on one host and much of the time is exchange.
+    """Advises once to start fewer ranks with more threads, if all are on one host and the exchange takes much time.
 
-    Each rank sends and updates all weights; the threads of one rank share that work. ``threads``: of each rank.
+    Each rank sends and updates all weights, while the threads of a rank share that work. ``threads``: per rank.
     """
 
     def __init__(self, threads: int) -> None:
@@ -52,7 +52,7 @@ class FewerRanksAdvice(Hook):
         if self._decided or share is None or share < EXCHANGE_SHARE:
             return
         specs = trainer.frontend.specs()
-        # Beside other work ranks lose their cores, and others wait for them: the share says nothing about the exchange.
+        # Beside other programs, ranks lose their cores and others wait for them, so the share is not the exchange's.
         busy = os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
         if busy or sum(spec.nbytes for spec in specs) < HEAVY_BYTES:
             return

@@ -10,7 +10,7 @@ from hvd_train.protocol import Scale
 
 
 class CompressionErrorLog:
-    """Measure how far the compressed gradient is from the exact one. Not a hook: it needs a batch before its step."""
+    """Measures the error of the compressed gradient. Not a hook, because it needs a batch before its step."""
 
     def __init__(self, every: int) -> None:
         self._every = every  # steps; 0: never
@@ -19,9 +19,9 @@ class CompressionErrorLog:
         return bool(self._every) and step % self._every == 0
 
     def measure(self, trainer: Training, placed: Any, scale: Scale, seed: int) -> None:
-        """Log the cosine between both, on a micro-batch on the device; the gradient is then discarded."""
+        """Log the cosine with the exact gradient for one micro-batch on the device. The gradient is discarded."""
         frontend, p = trainer.frontend, trainer.progress
-        trainer.update.finish_transfers()  # residuals are then those that this gradient meets
+        trainer.update.finish_transfers()  # so that residuals are those of this step
         dot, exact, decoded, sent, plain = map(
             float, frontend.ops.to_numpy(frontend.compression_error(placed, scale, seed))
         )

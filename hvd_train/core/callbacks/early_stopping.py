@@ -11,7 +11,8 @@ from hvd_train.core.training import Training
 
 
 class EarlyStopping(Hook):
-    """Stop where the monitored value has not improved for long; ``best`` and ``waited`` are kept in the progress."""
+    """Stops training when the monitored value has not improved for ``patience`` evaluations. The progress holds
+    ``best`` and ``waited``."""
 
     def __init__(self, rule: EarlyStoppingConfig) -> None:
         self._rule = rule

@@ -8,7 +8,7 @@ from hvd_train.core.training import Training
 
 
 class EpochLog(Hook):
-    """Log the row of an epoch; metrics that were not evaluated have an empty cell."""
+    """Logs the row of an epoch. Metrics that were not evaluated have an empty cell."""
 
     def on_epoch_end(self, trainer: Training, epoch: Epoch) -> None:
         empty = {name.replace("train", "val", 1): None for name in trainer.progress.train}

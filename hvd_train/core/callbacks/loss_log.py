@@ -16,39 +16,39 @@ from hvd_train.task.task import Task
 
 
 class LossLog(Hook):
-    """Log a line for the samples since the line before it, so that lines add up by their ``samples``."""
+    """Logs the training loss over the samples since the previous line, so that lines can be averaged by ``samples``."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self.board: LogBoard | None = None  # where ranks do not wait for one another
-        # This rank's sums of each step since the last line, left on the device: to read one waits for its step.
+        self.board: LogBoard | None = None  # in async mode
+        # This rank's sums of each step since the last line, kept on the device, because reading waits for the step.
         self.pending: list[Any] = []
         # (losses,) or (0,): this rank's samples since the last line, by which each loss is divided.
         self._counts = np.zeros(len(task.objectives) if task.weighted_by_data else 0)
-        self._left = np.zeros(task.length + len(self._counts))  # this rank's, left on the board since the ranks met
+        self._left = np.zeros(task.length + len(self._counts))  # this rank's, posted to the board since the last sync
 
     def local(self, trainer: Training) -> np.ndarray:
-        """Return this rank's sums since the last line, added in the order of the steps, and its counts: (n,) float64.
+        """Return this rank's sums and counts since the last line, added in step order: (n,) float64.
 
-        An interrupted run keeps them in its checkpoint, and goes on with the line that it left.
+        An interrupted run saves them in its checkpoint, and continues the line.
         """
         rows = [trainer.frontend.ops.to_numpy(sums) for sums in self.pending]
         sums = np.sum(rows, axis=0) if rows else np.zeros(self._task.length)
         return np.append(sums, self._counts)
 
     def discard(self) -> None:
-        """Leave out the steps since the last line, after a rollback."""
+        """Drop the steps since the last line, after a rollback."""
         self.pending.clear()
         self._counts = np.zeros_like(self._counts)
 
     def on_start(self, trainer: Training) -> None:
-        """Go on with the line in which an interrupted run stopped."""
+        """Restore the sums of the line in which the run was interrupted."""
         rows, communicator, length = trainer.progress.pending, trainer.communicator, self._task.length
         trainer.progress.pending = []
         row = np.zeros(0)
         if len(rows) == communicator.size:
             row = np.array(rows[communicator.rank])
-        elif rows and communicator.rank == 0:  # on another number of ranks one of them takes it all
+        elif rows and communicator.rank == 0:  # if the number of ranks changed, rank 0 takes all of them
             row = np.sum(rows, axis=0)
         if len(row) == length + len(self._counts):
             self.pending, self._counts = [trainer.frontend.ops.from_numpy(row[:length])], row[length:]
@@ -88,5 +88,5 @@ class LossLog(Hook):
 
     def _write(self, trainer: Training, info: StepInfo, sums: np.ndarray) -> None:
         p, result = trainer.progress, self._task.results(sums[: self._task.length])
-        if result["samples"]:  # else all steps were left out
+        if result["samples"]:  # otherwise all steps were skipped
             trainer.log.train(p.epoch, p.step, result, info.learning_rate, trainer.samples_per_second())

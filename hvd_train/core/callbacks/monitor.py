@@ -11,11 +11,11 @@ from hvd_train.core.training import Training
 
 
 def monitored(trainer: Training, epoch: Epoch, rule: EarlyStoppingConfig | PlateauConfig) -> float | None:
-    """Return the rule's value after an epoch, of which a smaller one is better; None: there is nothing to compare.
+    """Return the rule's value after an epoch, negated if larger is better; None if there is none to compare.
 
-    That is so for an epoch that was left or not evaluated, and where the value is not a number: no label counted in it.
+    None for an epoch that is incomplete or not evaluated, and for a NaN (no label counted).
     """
     if not epoch.complete or "val_loss" not in epoch.metrics:
-        return None  # an interruption within an epoch must not change when training stops, or its rate falls
+        return None  # an interruption within an epoch must not affect early stopping or plateaus
     value = epoch.metrics[rule.monitor] * (1 if trainer.config.mode_of(rule) == "min" else -1)
     return None if math.isnan(value) else value

@@ -1,4 +1,4 @@
-"""A learning rate that is lowered when an evaluation does not improve."""
+"""Lower the learning rate when the monitored value stops improving."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hvd_train.errors import amount
 
 
 class Plateau(Hook):
-    """Multiply the rate by ``factor`` when the monitored value has not improved for ``patience`` evaluations.
+    """Multiplies the learning rate by ``factor`` when the monitored value has not improved for ``patience``
+    evaluations.
 
     The value is the same on all ranks, so all lower the rate together. ``rate_factor``, ``plateau_best`` and
-    ``plateau_waited`` are kept in the progress; the last one counts up to 0 during the cooldown.
+    ``plateau_waited`` are in the progress; the last one counts up to 0 during the cooldown.
     """
 
     def __init__(self, rule: PlateauConfig) -> None:

@@ -9,14 +9,14 @@ import numpy as np
 from hvd_train.core.hooks import Hook, StepInfo
 from hvd_train.core.training import Training
 
-ENOUGH_STEPS = 50  # fewer have no fastest tenth
+ENOUGH_STEPS = 50  # fewer steps have no fastest tenth
 WARMUP_STEPS = 20  # steps left out of samples_per_second: tracing, allocation and caches settle in them
 
 
 class Speed(Hook):
-    """Measure samples per second of all ranks: the median over the steps after the first 20.
+    """Measures samples per second of all ranks: the median over the steps after the first 20.
 
-    Evaluation and saving are left out.
+    Excludes evaluation and saving.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Speed(Hook):
         self.count(info.batch.count, info.seconds, bool(trainer.frontend.queued))
 
     def count(self, samples: int, seconds: float, queued: bool) -> None:
-        """Add a step; ``queued``: it has not run. Steps that run in one call count together."""
+        """Add a step. ``queued``: it has not run yet. Steps of one call count together."""
         self._steps += 1
         self._open = self._open[0] + samples, self._open[1] + seconds
         if queued:

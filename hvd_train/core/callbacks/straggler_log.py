@@ -9,7 +9,7 @@ from hvd_train.core.training import Training
 
 
 def watch_stragglers(trainer: Training, waited: Sequence[float]) -> None:
-    """Look for a slow rank and name it the first time; ``waited``: seconds of each rank in transfers so far."""
+    """Look for a slow rank, and report it the first time. ``waited``: seconds of each rank in transfers so far."""
     step = trainer.progress.step
     # Pipeline stages wait for one another in each step.
     if len(waited) > 1 and not trainer.groups.links and trainer.stragglers.look(step, waited):

@@ -15,7 +15,7 @@ from hvd_train.core.training import Training
 
 
 class WeightCheck(Hook):
-    """Compare the ranks' weights, except where the averaging mode lets them differ for a while."""
+    """Compares the ranks' weights, except while local training lets them differ."""
 
     def __init__(self, loss_log: LossLog) -> None:
         self._loss_log = loss_log
@@ -28,7 +28,8 @@ class WeightCheck(Hook):
     def global_weights(self, trainer: Training) -> Iterator[None]:
         """Give the model the weights that are evaluated and saved, for an evaluation or a checkpoint."""
         update = trainer.update
-        # A signal within an evaluation saves: the weights are global already, and the evaluation gives them back.
+        # A signal within an evaluation saves a checkpoint: the weights are already global, and the evaluation restores
+        # the local ones.
         if update.has_global_weights:
             yield
             return
@@ -43,9 +44,9 @@ class WeightCheck(Hook):
         groups = trainer.groups
         if not trainer.config.agreement_every_n_steps or trainer.update.diverged or groups.data.size == 1:
             return
-        # A loss that is not finite makes weights differ, too; the error then names the loss.
+        # A non-finite loss also makes weights differ; the error then names the loss.
         finite = all(np.isfinite(trainer.frontend.ops.to_numpy(sums)).all() for sums in self._loss_log.pending)
         where = f"epoch {trainer.progress.epoch + 1}, step {trainer.progress.step}"
         check = partial(agree_on_weights, groups.data, trainer.frontend.checksums(), where, finite=finite)
-        # Stages compare their weights apart, and stop together.
+        # Each stage compares its own weights; all stop together.
         collectively(groups.world, check) if groups.links else check()

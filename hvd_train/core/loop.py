@@ -1,4 +1,4 @@
-"""The training loop. It knows the order of calls, and neither a framework nor when to log, save or stop."""
+"""The training loop. It fixes the order of calls, but knows no framework, nor when to log, save or stop."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from hvd_train.run_folder.log import NullLog, RunLog
 
 
 class Trainer(Training):
-    """Train ``frontend`` on ``train`` and evaluate on ``val``; all ranks run the same calls in the same order.
+    """The training loop of ``frontend`` on ``train`` with evaluation on ``val``, the same calls on all ranks.
 
-    ``hooks``: the user's; ``memory``: a folder for snapshots. See ``Training`` for the other arguments.
+    ``hooks``: the user's. ``memory``: a folder for in-memory checkpoints. Other arguments: see ``Training``.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Trainer(Training):
         self._saver = Saver(self, loss_log, weight_check, lambda path: self._call("on_checkpoint", path), memory)
         self._sync = StopSync(self, self._saver)
         interruption = Interruption(self, self._sync, self._saver)
-        # The ranks agree on stopping when the user's hooks have been called, which may ask for it; then they save.
+        # The ranks agree on stopping after the user's hooks, which may request it; then they save.
         first = [speed, loss_log, weight_check, *watching]
         self._hooks = HookCalls(first, hooks, [self._sync, EpochLog(), self._saver, interruption])
         self._validation = Validation(self, weight_check, self._sync, interruption)
@@ -77,16 +77,16 @@ class Trainer(Training):
             self._pace = AsyncSteps(self, rules)
             loss_log.board, self._sync.request_sync = self._pace.board, self._pace.request_sync
         self.before_epoch: Callable[[Training], None] = lambda training: None  # called before the steps of an epoch
-        self._begun = False  # whether the run folder is written
+        self._begun = False  # whether the run folder is being written
 
     def restore(self, snapshot: Snapshot | None) -> list[str]:
-        """Go on from ``snapshot`` (read on rank 0, None: from the start); end with equal weights on all ranks.
+        """Restore ``snapshot`` (read on rank 0; None: start), so that all ranks have equal weights.
 
-        Returns what of it was left behind, a line each.
+        Returns a line for each part that was not restored.
         """
         self._saver.resumed_from(snapshot)
         notes, p = train_state.restore(self, snapshot), self.progress
-        # Of an epoch that is as long already as it may be, on fewer ranks or with a lower limit, only the end is left.
+        # With fewer ranks or a lower limit, the epoch's steps may already be complete: only its end is left.
         if p.consumed and not self.finished and self._at_end(-(-p.consumed // self.global_batch)):
             length = self.frontend.task.length
             rows = np.array([p.epoch_sums or [0.0] * length, *(row[:length] for row in p.pending)])
@@ -94,9 +94,9 @@ class Trainer(Training):
         return notes
 
     def fit(self) -> dict[str, Any]:
-        """Train to the end, or to epoch ``until``; return the run's summary.
+        """Train to the end, or to epoch ``until``. Returns the run's summary.
 
-        Raises Interrupted, on all ranks at one step, when a signal asked one of them to stop and all is saved.
+        Raises Interrupted on all ranks at the same step, after a signal to one of them and a checkpoint.
         """
         self._call("on_start")
         try:
@@ -106,19 +106,19 @@ class Trainer(Training):
             if self.paused:
                 self._saver.keep()
             self._saver.wait()
-        finally:  # an error that ends the training is no reason to lose a checkpoint
+        finally:  # finish the checkpoint before raising a training error
             self._saver.writer.wait()
-        self.update.finish_transfers()  # no rank leaves while something travels
+        self.update.finish_transfers()  # no rank leaves while a transfer is in flight
         if self.finished:
             self.update.end_training()
-        if not self.update.has_global_weights:  # the result of the training, for whoever takes the model from here
+        if not self.update.has_global_weights:  # leave the result in the model for the caller
             self.update.take_global_weights()
         result = summary(self)
         self._call("on_end", result)
         return result
 
     def close(self) -> None:
-        """Give back what lies outside this process; on all ranks, when nothing more is trained."""
+        """Release resources outside this process. Called on all ranks after training."""
         self._pace.close()
         self.update.close()
 
@@ -126,13 +126,13 @@ class Trainer(Training):
         self._hooks.call(event, self, *args)
 
     def _begin(self) -> None:
-        """Begin the run folder after the first step, when training has proved to run."""
+        """Begin to write the run folder after the first step, when training is known to work."""
         if not self._begun:
             self._saver.begin()
             self._begun = True
 
     def _epoch(self) -> None:
-        """Train the rest of an epoch and end it; of one that was interrupted in its evaluation, only end it."""
+        """Train the rest of an epoch and end it. An epoch interrupted in its evaluation is only ended."""
         p = self.progress
         started, samples_before = time.perf_counter(), p.seen
         steps_done = -(-p.consumed // self.global_batch)
@@ -150,7 +150,7 @@ class Trainer(Training):
                 rate, sums, counts = self._steps.run(step)
                 steps_done = p.step - first_step
                 due = self._pace.due(self._at_end(steps_done))
-                # Where the ranks exchange something, all must have run the same steps.
+                # Before ranks exchange anything, all must have run the same steps.
                 if due.sync or due.check or not self._begun:
                     self.frontend.run_queued()
                 info = StepInfo(step, rate, sums, counts, time.perf_counter() - clock, due)
@@ -164,16 +164,16 @@ class Trainer(Training):
                 self._call("on_step_end", info)
                 if p.ending:
                     break
-                clock = time.perf_counter()  # hooks are not part of a step's time
+                clock = time.perf_counter()  # a step's time excludes hooks
         self._end_epoch(rate, time.perf_counter() - started, p.seen - samples_before, self._at_end(steps_done))
 
     def _at_end(self, steps_done: int) -> bool:
-        # An epoch that began with another global batch may take a step more: the samples end it, not their count.
+        # An epoch that began with another global batch may have one more step: it ends when no samples are left.
         return self.progress.consumed >= self.train_size or (self.limited and steps_done >= self.limit)
 
     def _end_epoch(self, rate: float, seconds: float, samples: int, complete: bool) -> None:
-        """Evaluate where that is due, and call the hooks. ``samples`` were trained on in ``seconds``, since the epoch
-        began, or the run went on within it."""
+        """Evaluate if due, and call the hooks. ``samples``, ``seconds``: since the start of the epoch, or the resume
+        within it."""
         p, number, task = self.progress, self.progress.epoch, self.frontend.task
         # After a rollback there may be no samples.
         means = task.results(np.array(p.epoch_sums or np.zeros(task.length)))

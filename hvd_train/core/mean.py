@@ -1,8 +1,8 @@
-"""The mean over the ranks of arrays that each rank keeps for itself: running statistics, weights that went apart.
+"""The mean over ranks of arrays that differ between ranks: running statistics, weights of local training.
 
-Law: what all ranks hold bit for bit stays bit for bit. An array that is the same everywhere does not travel; of one
-that differs, entries that are equal keep their bits (but the last of numbers below 1e-37 in 32 bits, 1e-307 in 64).
-Shares are added, not values: the mean of the largest numbers is no infinity. All ranks end with the same bits.
+Invariant: values that are equal on all ranks keep their bits. Equal arrays are not sent. In arrays that differ, equal
+entries keep their bits (except the last bit of numbers below 1e-37 in 32 bits, 1e-307 in 64). Values are divided before
+they are added, so large numbers do not overflow. All ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hvd_train.checkpoint.arrays import PIECE_BYTES
 from hvd_train.errors import CommunicationError
 from hvd_train.protocol import Communicator, Ops, Tree
 
-DIGEST = 16  # bytes of an array's hash: two arrays that differ have the same one in 10^38
+DIGEST = 16  # bytes of an array's hash; a collision has a chance of 1 in 10^38
 
 
 def differing(arrays: Iterable[tuple[str, np.ndarray]], communicator: Communicator) -> list[str]:
-    """Return the names of the float arrays whose bits are not the same on all ranks; one array is read at a time.
+    """Return the names of float arrays whose bits differ between ranks, reading one array at a time.
 
-    All ranks give the same names, shapes and types in the same order. Sixteen bytes of a rank and array travel.
+    All ranks pass the same names, shapes and dtypes in the same order. Each rank sends 16 bytes per array.
     """
     names, digests = [], []
     for name, x in arrays:
@@ -41,15 +41,15 @@ def differing(arrays: Iterable[tuple[str, np.ndarray]], communicator: Communicat
 
 
 def mean(arrays: Mapping[str, np.ndarray], communicator: Communicator, ops: Ops) -> Tree:
-    """Return the mean over the ranks of each float array, in its type; the same names in the same order everywhere."""
+    """Return the mean over ranks of each float array, in its dtype. All ranks pass the same names in the same order."""
     means: Tree = {}
     for kind, names in _pieces(arrays):
         flat = np.concatenate([arrays[name].ravel() for name in names])
         shares = _shares(flat, communicator.size)  # (n,), or (2 n,): upper halves, then lower ones
         handle = communicator.allreduce_async(ops.from_numpy(shares), "mean")
-        # N equal shares of x add up to x * N / 2^k without rounding, and that divided by N / 2^k is x again.
+        # N equal shares x / 2^k add up to x * N / 2^k without rounding, and dividing by N / 2^k gives x again.
         total = ops.to_numpy(communicator.synchronize(handle)) / _part(communicator.size)
-        # The sum starts with a zero of the total's sign: 0.0 + -0.0 is 0.0, and a bit of what was equal would change.
+        # Restore the sign of zeros: the sum starts at 0.0, and 0.0 + -0.0 is 0.0.
         flat = sum(np.split(total, len(shares) // len(flat)), np.copysign(0.0, total[: len(flat)])).astype(kind)
         ends = np.cumsum([arrays[name].size for name in names])[:-1]
         for name, x in zip(names, np.split(flat, ends), strict=True):
@@ -58,8 +58,8 @@ def mean(arrays: Mapping[str, np.ndarray], communicator: Communicator, ops: Ops)
 
 
 def ordered_sum(local: np.ndarray, communicator: Communicator, name: str = "sums") -> np.ndarray:
-    """Return the sum over ranks of equally shaped arrays, in float64 and in rank order: the same bits everywhere."""
-    # Gathered and added here: an allreduce adds in an order of its own.
+    """Return the sum over ranks in float64 and rank order, with the same bits on all ranks. Shapes must be equal."""
+    # Gathered and added here, because the order of sums in an allreduce is not fixed.
     parts = communicator.allgather_bytes(np.asarray(local, np.float64).tobytes(), name)
     counts = [len(part) // 8 for part in parts]
     if len(set(counts)) > 1:
@@ -68,27 +68,28 @@ def ordered_sum(local: np.ndarray, communicator: Communicator, name: str = "sums
     return functools.reduce(np.add, [np.frombuffer(part) for part in parts]).reshape(local.shape)
 
 
-# By the kind of a type; only numbers of 64 bits without a sign stay without one.
+# By the dtype's kind. Only uint64 stays unsigned.
 WIDE = {"b": np.int64, "i": np.int64, "u": np.int64, "f": np.float64, "c": np.complex128}
 NUMBERS = ("int64", "float64")
 
 
 def sums(arrays: Sequence[np.ndarray], communicator: Communicator, name: str) -> list[np.ndarray]:
-    """Return the sum over the ranks of each array, in rank order and 64 bits, so that whole numbers are exact.
+    """Return the sum over ranks of each array, in rank order and 64 bits, so that integers are exact.
 
-    It is int64 (also of truth values), float64 or complex128, the same bits on every rank. All arrays travel together.
+    Sums are int64 (also of booleans), float64 or complex128, with the same bits on every rank. All arrays are sent
+    together.
 
-    Raises CommunicationError on all ranks where shapes or types differ.
+    Raises CommunicationError on all ranks if shapes or dtypes differ.
     """
     types = [x.dtype if x.dtype == np.uint64 else WIDE[x.dtype.kind] for x in arrays]
     wide = [np.ascontiguousarray(x, kind).reshape(x.shape) for x, kind in zip(arrays, types, strict=True)]
     head = json.dumps([[x.dtype.name, x.shape] for x in wide]).encode()
-    # [length of the head: 8 bytes, the head: JSON of types and shapes, the arrays one after the other]
+    # [length of the head: 8 bytes, the head: JSON of dtypes and shapes, the arrays one after the other]
     packed = len(head).to_bytes(8, "little") + head + b"".join(x.tobytes() for x in wide)
     everyone = communicator.allgather_bytes(packed, name)
     ends = [8 + int.from_bytes(part[:8], "little") for part in everyone]
     heads = [json.loads(part[8:end]) for part, end in zip(everyone, ends, strict=True)]
-    # One number may be whole on a rank and not on another, as a total that begins with 0: it is none on all of them.
+    # A scalar may be int on one rank and float on another, as a total that starts at 0. Then it is float on all.
     kinds = [[["number" if not shape and kind in NUMBERS else kind, shape] for kind, shape in each] for each in heads]
     if any(other != kinds[0] for other in kinds):
         if all(not shape for head in heads for _, shape in head):
@@ -110,19 +111,19 @@ def sums(arrays: Sequence[np.ndarray], communicator: Communicator, name: str) ->
 
 
 def _part(size: int) -> float:
-    """Ranks in the next power of two: division by that rounds nothing."""
+    """Return N / 2^k, with 2^k the next power of two from N on."""
     return size / 2 ** math.ceil(math.log2(size))
 
 
 def _shares(x: np.ndarray, size: int) -> np.ndarray:
-    """x over a power of two, such that N equal ones add up without rounding: in 32 bits where N is a power of two, else
-    in 64; a number of 64 bits as two halves, one after the other."""
+    """Return x divided by a power of two so that N equal ones add up exactly: in 32 bits if N is a power of two, else
+    in 64. 64-bit numbers become two halves, one after the other."""
     share = _part(size) / size
     if _part(size) == 1:
         return x.astype(np.promote_types(x.dtype, np.float32)) * share
     if x.dtype != np.float64:
         return x.astype(np.float64) * share
-    # Two halves of 26 and 27 bits: up to 2^26 equal ones add up within the 53 bits of a number.
+    # Halves of 26 and 27 bits: up to 2^26 equal ones add up within 53 bits.
     finite = np.where(np.isfinite(x), x, 0.0)
     high = np.where(np.isfinite(x), (x.view(np.uint64) & ~np.uint64((1 << 27) - 1)).view(np.float64), x)
     low = np.where(np.isfinite(x) & (x != high), finite - high, np.copysign(0.0, x))
@@ -130,12 +131,12 @@ def _shares(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def is_float(x: np.ndarray) -> bool:
-    """Return whether it holds real numbers. bfloat16 is not a type of NumPy itself."""
+    """Return whether the dtype is real floating point. bfloat16 is not one of NumPy's own dtypes."""
     return x.dtype.kind == "f" or x.dtype.name == "bfloat16"
 
 
 def _pieces(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[np.dtype, list[str]]]:
-    """Arrays of one type that travel together: of ``PIECE_BYTES``, or one array."""
+    """Group arrays of one dtype to send together: up to ``PIECE_BYTES``, or one array."""
     kinds: dict[np.dtype, list[str]] = {}
     for name, x in arrays.items():
         if is_float(x):

@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite: left out (``on_nonfinite: skip``), or signs of a loss scaled too far."""
+"""Steps with non-finite gradients: skip them (``on_nonfinite: skip``), or lower the loss scale."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hvd_train.errors import NonFiniteError
 from hvd_train.protocol import TracksStatistics, Tree
 from hvd_train.run_folder.log import NullLog, RunLog
 
-MOST_IN_A_ROW = 10  # steps left out, or times gone back to one checkpoint: more is no accident
+MOST_IN_A_ROW = 10  # limit of skipped steps in a row, and of rollbacks to one checkpoint
 
 
 class Skips:
-    """Leave out steps, on all ranks together; ``scaled``: in 16 bits, where ``rescale`` reports them."""
+    """Skips steps on all ranks together. ``scaled``: 16-bit training, where ``rescale`` reports them."""
 
     def __init__(self, model: TracksStatistics, log: RunLog | NullLog, scaled: bool) -> None:
         self._model, self._log, self._scaled = model, log, scaled
@@ -25,21 +25,22 @@ class Skips:
         self._in_a_row = 0
 
     def begin(self) -> None:
-        """Keep what a step changes even where it is left out. Called before the step."""
+        """Save what even a skipped step changes. Called before the step."""
         self._kept = self._model.running_statistics()
 
     def left_out(self, p: Progress, finite: bool, sums: list[Any]) -> bool:
-        """Return whether the step was left out and undone. ``sums``: this rank's, of each micro-batch."""
+        """Return whether the step was skipped and undone. ``sums``: this rank's, of each micro-batch."""
         if finite:
             self._in_a_row = 0
             return False
-        # Weights and slots were not touched. The forward pass has moved the running statistics, perhaps to NaN.
+        # Weights and optimizer state are unchanged, but the forward pass has updated the running statistics, perhaps to
+        # NaN.
         self._model.load(self._kept)
         finite_sums = all(np.isfinite(self._model.ops.to_numpy(x)).all() for x in sums)
         parts = self._model.groups.world.allgather_bytes(bytes([finite_sums]), "finite")
         ranks = [rank for rank, part in enumerate(parts) if not part[0]]
         what = f"the training loss of rank {', '.join(map(str, ranks))} is" if ranks else "a gradient is"
-        # Overflows alone are the search for a loss scale, which ends by itself.
+        # Overflows only mean that the loss scale is still too high, which corrects itself.
         self._in_a_row += not self._scaled or bool(ranks)
         if self._in_a_row == MOST_IN_A_ROW:
             what = f"{what} not finite, for {MOST_IN_A_ROW} steps in a row"
@@ -51,7 +52,7 @@ class Skips:
 
 
 def rescale(p: Progress, finite: bool, log: RunLog | NullLog) -> None:
-    """Set the loss scale after a step in 16 bits; raise NonFiniteError where none is small enough."""
+    """Update the loss scale after a 16-bit step. Raises NonFiniteError if no scale is small enough."""
     p.loss_scale, p.good_steps = next_scale(p.loss_scale, p.good_steps, finite)
     if finite:
         return

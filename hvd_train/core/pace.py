@@ -1,4 +1,4 @@
-"""The pace of the ranks within an epoch: all take each step together, or each one goes as fast as it can."""
+"""How ranks run through an epoch: in lockstep, or each at its own speed (async)."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from hvd_train.core.due import Due, StepRules
 from hvd_train.core.training import Training
 from hvd_train.data.loader import Step
 
-# The counter of a stretch holds its length in steps times this, plus the number of parts that are taken.
+# The counter of a stretch holds its length in steps times this, plus the number of parts taken.
 LENGTH = 1 << 32
 
 
 class LogBoard(Protocol):
-    """Sums that ranks leave for rank 0's line of the log, without waiting for one another."""
+    """Sums that ranks post for rank 0's log line without waiting for one another."""
 
     def leave(self, sums: np.ndarray) -> None: ...
 
     def take(self) -> np.ndarray:
-        """Return what was left since the last call; zeros on other ranks than 0."""
+        """Return the sums posted since the last call; zeros on ranks other than 0."""
 
 
 class Pace(Protocol):
-    """The steps of an epoch on this rank, and what follows each."""
+    """The steps of an epoch on this rank, and the actions after each."""
 
     board: LogBoard | None
 
     def steps(self) -> Generator[Step, None, None]:
-        """Yield this rank's steps of what is left of the epoch, until it is closed."""
+        """Yield this rank's steps for the rest of the epoch, until closed."""
 
     def due(self, at_end: bool) -> Due:
-        """Return what follows the step just made; ``at_end``: of the epoch."""
+        """Return the actions after the last step. ``at_end``: of the epoch."""
 
     def request_sync(self) -> None:
-        """Ask all ranks to meet after few more steps. Called by one rank alone, where it may be told at any step."""
+        """Ask all ranks to sync within a few steps. Called by a single rank, at any step."""
 
     def close(self) -> None: ...
 
 
 class Lockstep:
-    """All ranks take each step together. They sync by the clock, so nobody has to ask for it."""
+    """All ranks take each step together, and sync by the clock, so no request is needed."""
 
     board: LogBoard | None = None
 
@@ -68,7 +68,7 @@ class Lockstep:
 
 
 class SharedBoard:
-    """A board in a window of rank 0; ``length``: of the sums."""
+    """A board in an MPI window of rank 0. ``length``: number of sums."""
 
     def __init__(self, training: Training, length: int) -> None:
         self._first = training.groups.data.rank == 0
@@ -84,14 +84,14 @@ class SharedBoard:
 
 
 class AsyncSteps:
-    """No rank waits for another within a stretch of steps, at whose end all meet.
+    """Asynchronous steps: no rank waits for another within a stretch of steps, at whose end all sync.
 
-    A stretch is some global batches long, and each is cut into the parts that the ranks would have in lockstep. A rank
-    that is free takes the next part, by a counter in a window of rank 0. So a slow rank takes fewer, and each sample
-    is used once. The parts that were taken are always the first ones: when the ranks meet, the place in the epoch is
-    one number, as in lockstep, and all that is done there (logs, checkpoints, signals) is done as in lockstep.
+    A stretch is several global batches long, each split into the parts that ranks would have in lockstep. A free rank
+    takes the next part, by a counter in an MPI window of rank 0. So a slow rank takes fewer, and each sample is used
+    once. Parts are taken in order: at a sync the position in the epoch is one number, so logs, checkpoints and signals
+    work as in lockstep.
 
-    A stretch ends where the configuration saves or the epoch ends, or sooner where a rank asks for it.
+    A stretch ends at a checkpoint or the end of the epoch, or earlier if a rank requests it.
     """
 
     def __init__(self, training: Training, rules: StepRules) -> None:
@@ -116,7 +116,7 @@ class AsyncSteps:
         return Due(False, False, False, log=self._rules.log(self._parts), check=False, sync=False)
 
     def request_sync(self) -> None:
-        """Cut the stretch off after the global batch of which a part was taken last."""
+        """End the stretch after the global batch whose part was taken last."""
         if self._asked or self._met:
             return
         self._asked = True
@@ -133,17 +133,17 @@ class AsyncSteps:
         self._board.close()
 
     def _length(self) -> int:
-        """Return the length of the next stretch in steps, as long as nobody shortens it."""
+        """Return the length of the next stretch in steps, unless a rank shortens it."""
         training, p = self._training, self._training.progress
         done = -(-p.consumed // training.global_batch)
         left = -(-(training.train_size - p.consumed) // training.global_batch)
-        # After the first step the run folder is written, where all ranks meet.
+        # All ranks must sync after the first step, when the run folder is written.
         most = (min(left, training.limit - done) if training.limited else left) if self._begun else 1
         self._begun = True
         return self._rules.steps_left(p.step, most)
 
     def _stretch(self, pool: ThreadPoolExecutor, fetched: int) -> Generator[Step, None, None]:
-        """Yield this rank's steps of one stretch; ``fetched``: parts that are fetched ahead."""
+        """Yield this rank's steps of one stretch. ``fetched``: parts to prefetch."""
         training, p, ranks = self._training, self._training.progress, self._training.groups.data
         first_step, first, batch = p.step, p.consumed, training.global_batch
 
@@ -156,10 +156,10 @@ class AsyncSteps:
             self._counter.change(0, lambda _: np.array([length * LENGTH + ranks.size]))
         ranks.barrier()
         self._asked, reached, more = False, first, True
-        # The first part of each rank is its own, so that every rank has a step after which it meets the others.
+        # The first part of each rank is fixed, so that every rank has a step after which it syncs.
         parts = deque([fetch(ranks.rank)])
         while parts:
-            # One taken ahead at least: a rank must know which of its steps is the last.
+            # Take at least one part ahead, because a rank must know which of its steps is the last.
             while more and len(parts) <= fetched:
                 length, number = divmod(int(self._counter.change(0, lambda old: old + 1)[0]), LENGTH)
                 more = number < length * ranks.size
@@ -167,12 +167,12 @@ class AsyncSteps:
                     parts.append(fetch(number))
             place, part = parts.popleft()
             self._met = not parts
-            # Where the ranks meet they are at the same step, whoever took which part.
+            # At a sync all ranks are at the same step, whichever parts they took.
             at = length - 1 if self._met else place // ranks.size
             p.step, p.consumed = first_step + at, first + at * batch
             end = min(first + (at + 1) * batch, training.train_size)
             here = end if self._met else min(first + (place + 1) * batch // ranks.size, end)
             self._parts += 1
-            # What all ranks together took since this one's last step, so that each counts all samples.
+            # Samples of all ranks since this rank's last step, so that each rank counts all of them.
             yield replace(part.result(), count=here - reached, consumed=end)
             reached = here

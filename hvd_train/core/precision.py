@@ -1,4 +1,4 @@
-"""Loss scaling: 16 bits round small gradients to zero, so the loss is multiplied and the gradient divided."""
+"""Loss scaling: 16-bit numbers round small gradients to zero, so the loss is multiplied and the gradient divided."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ GROWTH_STEPS = 2000
 
 
 def next_scale(scale: float, good_steps: int, finite: bool) -> tuple[float, int]:
-    """Return (scale, steps since it last changed) after a step.
+    """Return the new (scale, steps since it last changed) after a step.
 
-    It is halved by an overflow and doubled after 2000 steps without one.
+    An overflow halves the scale, and 2000 steps without one double it.
 
-    Powers of two only, so that scaling itself rounds nothing (Micikevicius et al. 2018, "Mixed Precision Training").
+    Scales are powers of two, so that scaling is exact (Micikevicius et al. 2018, "Mixed Precision Training").
     """
     if not finite:
         return scale / 2, 0

@@ -1,4 +1,4 @@
-"""Saving: when, what is waited for, and the way back to the last checkpoint."""
+"""When to save, waiting for writes, and rollback to the last checkpoint."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hvd_train.core.nonfinite import MOST_IN_A_ROW
 from hvd_train.core.training import Training
 from hvd_train.errors import NonFiniteError
 
-WAIT_SECONDS = 10.0  # between two broadcasts of rank 0 while the others wait for its write
+WAIT_SECONDS = 10.0  # between broadcasts of rank 0 while the others wait for its write
 
 
 class Saver(Hook):
-    """Save every so many steps and epochs, in the background; with ``on_nonfinite: rollback``, go back.
+    """Saves at intervals of steps or epochs in the background, and rolls back with ``on_nonfinite: rollback``.
 
-    ``memory``: a folder for snapshots; ``announce``: called with each checkpoint that was written and kept.
+    ``memory``: a folder for in-memory checkpoints. ``announce``: called with each checkpoint written and kept.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class Saver(Hook):
         self._training, self._loss_log, self._weight_check = training, loss_log, weight_check
         self._announce, self._memory = announce, memory
         self.writer = Writer(training.config.watchdog_s)
-        self._last: Path | None = None  # the checkpoint that this run saved or began from
-        self._rolled_back = 0  # times since the last one
-        self._saved = False  # whether the newest checkpoint is what this run is now
-        self._metrics: Mapping[str, float] = {}  # by which the checkpoint of this step is ranked, if there is one
+        self._last: Path | None = None  # the last checkpoint that this run saved or resumed from
+        self._rolled_back = 0  # rollbacks since the last checkpoint
+        self._saved = False  # whether the newest checkpoint is the current state
+        self._metrics: Mapping[str, float] = {}  # value that ranks this step's checkpoint, if any
 
     def resumed_from(self, snapshot: store.Snapshot | None) -> None:
         self._last = snapshot.path if snapshot else None
         self._metrics = snapshot.meta["monitor"] if snapshot else {}
 
     def begin(self) -> None:
-        """Begin the run folder, where there must be room for a checkpoint."""
+        """Begin to write the run folder, which must have room for a checkpoint."""
         training = self._training
         training.frontend.run_queued()
         collectively(training.communicator, lambda: training.log.begin(train_state.size(training, self.writer)))
@@ -63,7 +63,7 @@ class Saver(Hook):
             self.save({}, memory=self._memory if info.due.snapshot else None)
 
     def epoch_left(self) -> None:
-        """Note that the progress has changed: a checkpoint of the epoch's last step is not what the run is now."""
+        """Record that the progress has changed, so a checkpoint of the epoch's last step is no longer current."""
         self._saved = False
 
     def on_epoch_end(self, trainer: Training, epoch: Epoch) -> None:
@@ -72,8 +72,8 @@ class Saver(Hook):
             self.save(epoch.metrics)
 
     def keep(self) -> None:
-        """Save the run as it stands, whatever the configuration saves, so that it goes on to the same bits."""
-        while not self._saved:  # weights that may not be saved are gone back from, to those of a checkpoint
+        """Save the current state, whatever the configuration says, so that a resumed run gets the same bits."""
+        while not self._saved:  # if the weights must not be saved (not finite), roll back to a checkpoint
             pending = self._gathered(self._loss_log.local(self._training))
             self._training.progress.pending = [[float(x) for x in row] for row in pending]
             self.save(self._metrics, keep=True)
@@ -85,12 +85,13 @@ class Saver(Hook):
     # ---- how
 
     def save(self, metrics: Mapping[str, float], keep: bool = False, memory: Path | None = None) -> None:
-        """Begin to write a checkpoint. ``keep``: whatever the configuration says; ``memory``: there, as a snapshot."""
+        """Begin to write a checkpoint. ``keep``: whatever the configuration says. ``memory``: into this folder, in
+        memory."""
         training, rule = self._training, self._training.config.checkpoint
         if not (rule.save_last or rule.save_top_k or keep or memory):
             return
         training.stragglers.pause()
-        self.wait()  # never two at once
+        self.wait()  # one at a time
         try:
             with self._weight_check.global_weights(training):
                 training.stop_source.at("saving", training.progress.step)
@@ -99,23 +100,23 @@ class Saver(Hook):
             self.roll_back(error)
             return
         self._last, self._rolled_back, self._metrics = self.writer.path, 0, metrics
-        self._saved = not memory and (rule.save_last or keep)  # else it may not be kept
+        self._saved = not memory and (rule.save_last or keep)  # otherwise it may not be kept
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is there."""
+        """Wait until the current checkpoint is written."""
         if not self.writer.path:
             return
         training = self._training
         training.stop_source.at("saving", training.progress.step)
         outcome = None
-        while outcome is None:  # Horovod takes ranks that wait for one for long to have diverged
+        while outcome is None:  # if ranks wait too long for one, Horovod reports a stall
             self.writer.wait(WAIT_SECONDS)
             local = json.dumps(self.writer.outcome()).encode()
             outcome = json.loads(training.communicator.broadcast_bytes(local))
         self.written(outcome)
 
     def written(self, outcome: str) -> None:
-        """Take rank 0's report that a write has ended; on all ranks together."""
+        """Process rank 0's report that a write has ended, on all ranks together."""
         path, self.writer.path = self.writer.path, None
         raise_if_failed(outcome)
         if path and path.parent == self._training.folder and outcome != NOT_KEPT:
@@ -124,9 +125,9 @@ class Saver(Hook):
     # ---- back
 
     def roll_back(self, error: NonFiniteError) -> None:
-        """Take the weights of the last checkpoint, with ``on_nonfinite: rollback``; the samples since are left out.
+        """Restore the last checkpoint, with ``on_nonfinite: rollback``; the samples since then are skipped.
 
-        Otherwise, and when that was of no use, raise the error.
+        Otherwise, or if that did not help, raise the error.
         """
         training = self._training
         self._rolled_back += 1
@@ -140,7 +141,7 @@ class Saver(Hook):
             raise NonFiniteError(what, where=error.where, fix=error.fix, common=True)
         snapshot = collectively(training.communicator, lambda: store.load(Path(path)) if first else None)
         train_state.restore(training, snapshot)
-        # Weights, slots and loss scale are those of the checkpoint, the place in the data is not.
+        # Weights, optimizer state and loss scale are the checkpoint's, but not the position in the data.
         p.loss_scale, p.good_steps, training.progress = training.progress.loss_scale, 0, p
         self._loss_log.discard()
         self._saved, self._metrics = False, {}

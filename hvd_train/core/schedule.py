@@ -25,10 +25,10 @@ def scale(optim: OptimConfig, global_batch: int) -> float:
 
 @dataclass(frozen=True)
 class Place:
-    """A step after the warm-up.
+    """The position of a step after the warm-up.
 
-    ``done``: steps since the warm-up's end, of ``length`` to the end of the training; ``units``: the same in
-    ``optim.schedule_unit``; ``warmup``: steps of the warm-up.
+    ``done``: steps since the warm-up, out of ``length`` until the end of training. ``units``: ``done`` in
+    ``optim.schedule_unit``. ``warmup``: steps of the warm-up.
     """
 
     done: int
@@ -38,16 +38,16 @@ class Place:
 
     @property
     def part(self) -> float:
-        """The share of the training that is over, at most 1."""
+        """Return the completed fraction after warm-up, at most 1."""
         return min(1.0, self.done / max(1, self.length))
 
 
 def _between(first: float, last: float, part: float) -> float:
-    """Return the rate after ``part`` of half a cosine wave from ``first`` to ``last``."""
+    """Return the rate at fraction ``part`` of a cosine decay from ``first`` to ``last``."""
     return last + (first - last) * (1 + math.cos(math.pi * part)) / 2
 
 
-# A part of an epoch is rounded: 3 of 5 steps are 0.6, of which 0.1 goes 5.99... times. Less than any step.
+# Tolerance for rounded fractions of epochs (0.6 / 0.1 is 5.99...), smaller than any step.
 NEARLY = 1 + 1e-10
 
 
@@ -60,7 +60,7 @@ def _multistep(at: Place, base: float, o: OptimConfig) -> float:
 
 
 def _cosine_restarts(at: Place, base: float, o: OptimConfig) -> float:
-    """SGDR (Loshchilov and Hutter 2017): half a cosine wave, again and again."""
+    """SGDR (Loshchilov and Hutter 2017): cosine decay with restarts."""
     begin, length = 0.0, o.period
     while at.units * NEARLY >= begin + length:
         begin, length = begin + length, length * o.period_factor
@@ -72,10 +72,10 @@ def _polynomial(at: Place, base: float, o: OptimConfig) -> float:
 
 
 def _one_cycle(at: Place, base: float, o: OptimConfig) -> float:
-    """Smith and Topin 2018, in the two phases of half a cosine wave that torch's OneCycleLR has."""
+    """Smith and Topin 2018, with two cosine phases as in torch's OneCycleLR."""
     first, top, last = base / o.start_divisor, o.rise * at.length - 1, max(1, at.length - 1)
     if at.done <= top:
-        return _between(first, base, at.done / top if top else 1.0)  # a rise of one step is at the top
+        return _between(first, base, at.done / top if top else 1.0)  # a rise of one step ends at the maximum
     return _between(base, first / o.end_divisor, min(1.0, (at.done - top) / max(1.0, last - top)))
 
 
@@ -85,7 +85,7 @@ def _inverse_sqrt(at: Place, base: float, o: OptimConfig) -> float:
     return base * math.sqrt(warmup / max(warmup, at.warmup + at.done + 1))
 
 
-# (place, base rate, optim) -> rate. Of a rate below ``min_lr``, ``min_lr`` is taken.
+# (position, base rate, optim) -> rate, which is clipped below at ``min_lr``.
 FORMULAS: dict[str, Callable[[Place, float, OptimConfig], float]] = {
     "constant": lambda at, base, o: base,
     "step": _step,
@@ -104,8 +104,8 @@ FORMULAS: dict[str, Callable[[Place, float, OptimConfig], float]] = {
 class Schedule:
     """``rate(step)`` for step 0, 1, ...: warm-up rises linearly to the base rate, then the schedule begins.
 
-    With base = lr * scale and W warm-up steps, step < W has base (step + 1) / W. ``FORMULAS`` has the rates that
-    follow. Never below min_lr after warm-up.
+    With base = lr * scale and W warm-up steps, step < W has base (step + 1) / W. Then follow the rates of ``FORMULAS``,
+    never below min_lr.
 
     ``ends_at_step``: the length of the training is given in steps; ``warmup``: see ``mixed_warmup``.
     """
@@ -119,7 +119,7 @@ class Schedule:
 
     @classmethod
     def of(cls, config: Config, samples: int, ranks: int) -> Schedule:
-        """Return the schedule of a training on so many samples and ranks that share them."""
+        """Return the schedule of a training with this many samples and ranks."""
         global_batch = config.global_batch(ranks)
         steps = -(-samples // global_batch)
         limit = min(config.limit_train_batches or steps, steps)
@@ -135,22 +135,23 @@ class Schedule:
 
     @property
     def by_step(self) -> bool:
-        """Return whether rates follow the number of the step alone, and nothing happens at the end of an epoch."""
+        """Return whether rates depend only on the step number, and nothing happens at the end of an epoch."""
         spec = spec_of(self.optim.schedule)
         return self.optim.schedule_unit == "steps" or not spec.units
 
     @property
     def counts_steps(self) -> bool:
-        """Return whether rates follow the number of the run's step, and not the place in the epochs."""
+        """Return whether rates depend on the run's step number rather than the position in epochs."""
         spec = spec_of(self.optim.schedule)
         from_start = not spec.to_end and (spec.units or not self.optim.warmup_epochs)
         return self.by_step and (self.ends_at_step or from_start)
 
     @property
     def mixed_warmup(self) -> float:
-        """Return the length of a warm-up given in epochs where all else counts steps, in steps; or the reverse; else 0.
+        """Return the warm-up converted to the unit of the schedule (steps or epochs) if it is given in the other one;
+        else 0.
 
-        A run keeps to it: on another number of ranks an epoch has other steps, and the rate would leap.
+        A resumed run keeps this length: with another number of ranks epochs have other steps, and the rate would jump.
         """
         if not self.warmup_steps or bool(self.optim.warmup_steps) == self.counts_steps:
             return 0.0
@@ -158,7 +159,7 @@ class Schedule:
 
     @property
     def warmup_as_given(self) -> list[Any]:
-        """Return what the configuration says of the warm-up, and in which unit the schedule counts."""
+        """Return the configured warm-up and the unit of the schedule."""
         return [self.optim.warmup_epochs, self.optim.warmup_steps, self.counts_steps]
 
     def rate(self, step: int) -> float:
@@ -178,7 +179,7 @@ class Schedule:
         return user_function(self.optim.schedule, f"optim.schedule: {self.optim.schedule}")
 
     def _factor(self, step: int, total: int) -> float:
-        """Call the user's function with what it takes of step, total_steps, steps_per_epoch, counted after warm-up."""
+        """Call the user's function with those of step, total_steps, steps_per_epoch that it accepts, after warm-up."""
         where, function = f"optim.schedule: {self.optim.schedule}", self._function
         values = {"step": step, "total_steps": total, "steps_per_epoch": self.steps_per_epoch}
         try:
@@ -198,7 +199,7 @@ class Schedule:
         return factor
 
     def notes(self) -> list[str]:
-        """Return a line for each part of the schedule that lies behind the end of the training."""
+        """Return a line for each part of the schedule that begins after the end of training."""
         optim, unit = self.optim, self.optim.schedule_unit
         length = self.total_steps / (1 if unit == "steps" else self.steps_per_epoch)
         places = {"step": [optim.step_size], "multistep": optim.milestones, "cosine_restarts": [optim.period]}

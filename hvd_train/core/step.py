@@ -1,4 +1,4 @@
-"""One optimizer step: scale of the loss, seeds, gradients of the micro-batches, update."""
+"""One optimizer step: loss scale, seeds, gradients of the micro-batches, update."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hvd_train.protocol import Scale
 
 
 def forward_seed(seed: int, step: int, micro: int, rank: int) -> int:
-    """A 63-bit seed for one forward pass: equal after a resume, different on every rank."""
-    # A hash, not a sum: seeds of neighbouring steps and ranks must have nothing in common.
+    """Return a 63-bit seed for one forward pass: equal after a resume, different on every rank."""
+    # A hash, not a sum, so that seeds of adjacent steps and ranks are unrelated.
     digest = hashlib.blake2b(f"{seed}/{step}/{micro}/{rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class StepRunner:
-    """Make the steps of a training and count them in its progress."""
+    """Runs the steps of a training and counts them in its progress."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -33,15 +33,15 @@ class StepRunner:
         self._skips = Skips(training.frontend, training.log, training.scaled) if skips else None
 
     def run(self, step: Step) -> tuple[float, list[Any], np.ndarray | None]:
-        """Make a step; return (learning rate, this rank's sums of each micro-batch, its counts (losses,) or None).
+        """Run a step. Returns (learning rate, this rank's sums of each micro-batch, its counts (losses,) or None).
 
-        Sums are empty where the step was left out.
+        Sums are empty if the step was skipped.
         """
         training = self.training
         p, config, frontend, update = training.progress, training.config, training.frontend, training.update
         local = sum(batch.count for batch in step.micro_batches)
         update.before_step(p.step + 1, step.count)
-        # The samples of the global batch, not of this rank: gradients are added over ranks and micro-batches.
+        # Samples of the global batch, not of this rank, because gradients are added over ranks and micro-batches.
         of_sample = p.loss_scale / (max(local, 1) if update.local_gradients else step.count)
         scale: Scale = of_sample
         counts = None
@@ -49,14 +49,14 @@ class StepRunner:
             counts, scales = self._weighted_scale(step)
             scale = [*scales, of_sample]
         rate = training.learning_rate(p.consumed // training.global_batch, p.step)
-        # All but the last micro-batch only add up gradients; the last one exchanges them and moves the weights.
+        # All micro-batches accumulate gradients; the last one also exchanges them and updates the weights.
         *earlier, last = step.micro_batches
         seeds = [forward_seed(config.seed, p.step, micro, step.rank) for micro in range(len(step.micro_batches))]
         placed = frontend.to_device(last)
         if self._skips:
             self._skips.begin()
         if self._error_log.due(p.step):
-            unscaled = np.divide(scale, p.loss_scale).tolist()  # thresholds are for gradients as they are
+            unscaled = np.divide(scale, p.loss_scale).tolist()  # clipping thresholds are for unscaled gradients
             self._error_log.measure(training, placed, unscaled, seeds[-1])
         sums = [
             frontend.add_gradients(frontend.to_device(batch), scale, seed)
@@ -73,10 +73,10 @@ class StepRunner:
         return rate, sums, counts
 
     def _weighted_scale(self, step: Step) -> tuple[np.ndarray, list[float]]:
-        """Return this rank's counts and a scale for each loss, where labels tell how much counts.
+        """Return this rank's counts and a scale for each loss, for tasks whose labels determine the counts.
 
-        Each loss is divided by its own count over all micro-batches and ranks, so that N ranks are one rank: counts
-        are added before the first micro-batch, in one small transfer a step.
+        Each loss is divided by its count over all micro-batches and ranks, so that N ranks give the result of one.
+        Counts are added before the first micro-batch, in one small transfer a step.
         """
         training = self.training
         local = np.sum([training.frontend.counts(batch) for batch in step.micro_batches], axis=0)  # (losses,)

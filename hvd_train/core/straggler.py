@@ -1,7 +1,7 @@
-"""The rank for which all others wait in every step, named in words.
+"""Find the rank for which all others wait in every step.
 
-At each sync every rank reports how long it has waited for transfers so far. The slowest rank waits least; its cost is
-how much longer the others wait.
+At each sync every rank reports how long it has waited for transfers. The slowest rank waits least, and costs as much
+time as the others wait longer.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SYNCS = 8  # a quarter of a second to a second apart, or a step where steps take longer
-SHARE, SECONDS = 0.2, 0.001  # of a step: what is less does not matter, or is noise
-NAMED = 3  # ranks that are named as soon as they are slow: on a busy machine each is slow for a while
+SYNCS = 8  # syncs, which are 0.25 to 1 s or one step apart
+SHARE, SECONDS = 0.2, 0.001  # share of a step; less is irrelevant or noise
+NAMED = 3  # limit of immediate reports: on a busy machine each rank is slow for a while
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """``share`` of the time, ``seconds`` of each step, in which the others wait for ``rank``, since step ``since``."""
+    """A slow ``rank``: the others wait for it for ``share`` of the time, ``seconds`` a step, since step ``since``."""
 
     rank: int
     share: float
@@ -32,8 +32,8 @@ class Straggler:
 
 
 class Stragglers:
-    """``slow_rank``: the straggler among the ranks, None: they are alike. ``least_wait``: the share of the time that
-    even the rank that waits least is in transfers, None: not yet known."""
+    """Detects stragglers. ``slow_rank``: the current one, or None. ``least_wait``: the minimum over ranks of the share
+    of time spent in transfers, None: not yet known."""
 
     def __init__(self) -> None:
         self.slow_rank: Straggler | None = None
@@ -44,13 +44,13 @@ class Stragglers:
         self._first = 0
 
     def pause(self) -> None:
-        """Leave out the time of what follows: an evaluation or a save."""
+        """Exclude the time that follows: an evaluation or a save."""
         self._before = None
 
     def look(self, step: int, waited: Sequence[float]) -> bool:
-        """Look for a straggler at step number ``step``; ``waited``: seconds of each rank, from its start.
+        """Look for a straggler at ``step``. ``waited``: seconds that each rank has waited since its start.
 
-        Returns whether to name it at once: the first time of each rank, and of three at most.
+        Returns whether to report it at once: the first time for each rank, and for at most three ranks.
         """
         now, before = (step, time.monotonic(), np.array(waited)), self._before
         self._before = now
@@ -69,7 +69,7 @@ class Stragglers:
         return True
 
     def _judge(self) -> Straggler | None:
-        # Medians over the syncs, for any rank may be late once.
+        # Medians over syncs, because any rank may be late once.
         steps, seconds, waits = (np.array(column) for column in zip(*self._rows, strict=True))  # waits (syncs, ranks)
         self.least_wait = float(np.median(waits.min(axis=1) / seconds))
         others = [np.median(np.delete(waits, rank, axis=1), axis=1) for rank in range(waits.shape[1])]

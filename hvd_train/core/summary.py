@@ -11,7 +11,7 @@ from hvd_train.core.training import Training
 
 
 def summary(training: Training) -> dict[str, Any]:
-    """Return what ``summary.json`` holds, equal on all ranks."""
+    """Return the content of ``summary.json``, equal on all ranks."""
     p, config, names = training.progress, training.config, training.config.task.names
     return {
         "framework": config.framework,
@@ -31,5 +31,5 @@ def summary(training: Training) -> dict[str, Any]:
 
 
 def numbers(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    """None for what is no number, as JSON knows no nan."""
+    """Replace NaN by None, because JSON has no NaN."""
     return {name: x if x is not None and math.isfinite(x) else None for name, x in values.items()}

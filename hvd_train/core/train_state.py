@@ -1,4 +1,4 @@
-"""The state of a training: how it is saved from all ranks, and how they go on from it."""
+"""Save the state of a training from all ranks, and restore it."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from hvd_train.protocol import Entry, Placement, Tree
 from hvd_train.update.state import is_residual, join_shards, read, training_state, weight_names
 
 STATISTICS = "statistics/"
-# What a rank alone may have; all but these begin anew without a loss.
+# Per-rank state that must be restored; the rest may be reset without loss.
 KEPT = {"residuals", "slots", "weights"}
 
 
 def size(training: Training, writer: Writer) -> int:
-    """Return the bytes of a checkpoint less residuals, 0 where this rank will write none.
+    """Return the size of a checkpoint in bytes, without residuals; 0 on ranks that write none.
 
-    The memory that saving copies into is taken here: a run that has too little ends at its start.
+    Allocates the memory into which saving copies, so that a run with too little fails at its start.
     """
     rule = training.config.checkpoint
     if training.communicator.rank or not (rule.save_last or rule.save_top_k):
         return 0
     writer.tree = training_state(training.frontend, training.update, writer.tree)
     shards = [entry for entry in training.update.state() if entry.placement is Placement.SHARDED]
-    # Of pipeline stages this is one: the others need as much for each of their weights.
+    # For pipeline stages, estimate the other stages by the same bytes per weight.
     whole = sum(x.size for x in training.frontend.whole.values())
     share = sum(x.size for key, x in writer.tree.items() if key in training.frontend.whole) / whole if whole else 1
     here = sum(x.nbytes for x in writer.tree.values()) / share
@@ -54,17 +54,17 @@ def size(training: Training, writer: Writer) -> int:
 def save(
     training: Training, metrics: Mapping[str, float], writer: Writer, *, keep: bool = False, memory: Path | None = None
 ) -> None:
-    """Copy what is to be saved, on rank 0, which then writes it; all ranks learn whether there is something good to
-    save, so that all go on or all stop.
+    """Copy the state on rank 0, which then writes it. All ranks learn whether that succeeded, so that all continue or
+    all stop.
 
-    ``keep``: the run ends here, and this checkpoint stays, whatever the configuration keeps. ``memory``: a folder of
-    its own, which keeps the newest two.
+    ``keep``: the run ends here, and this checkpoint is kept in any case. ``memory``: folder for in-memory checkpoints,
+    the newest two.
     """
     faults.at("save")
     communicator = training.communicator
     training.update.finish_transfers()
     local = _gather_local(training, keep)
-    # Joining shards is a collective, so all ranks do it before rank 0 looks at what it has.
+    # Gathering shards is a collective, so all ranks do it before rank 0 checks values.
     entries = training.update.state()
     shards = join_shards(entries, communicator)
     shards |= of_other_stages(training.groups, lambda: training_state(training.frontend, training.update))
@@ -86,13 +86,13 @@ def save(
 
 
 def _gather_local(training: Training, keep: bool) -> list[Tree]:
-    """Return, on rank 0, what each rank alone has; running statistics are averaged for the checkpoint."""
+    """Return each rank's own state on rank 0, and average running statistics for the checkpoint."""
     frontend, communicator = training.frontend, training.communicator
     several = keep and communicator.size > 1
     before = frontend.running_statistics() if several else {}
     frontend.average_statistics()
     after = frontend.running_statistics() if several else {}
-    # Averaging changes later averages in their last bits: an interrupted run goes on with what each rank had.
+    # Averaging changes the last bits of later averages, so an interrupted run restores each rank's own statistics.
     averages = {k: x for k, x in before.items() if x.tobytes() != after[k].tobytes()}
     parts, local = communicator.gather_bytes(pack(averages | _local(training))), []
     while parts:  # no two copies of all of it
@@ -108,7 +108,7 @@ def _copy(
     shards: Tree,
     local: list[Tree],
 ) -> store.Snapshot:
-    """Copy the model, the optimizer and the facts of the run, on rank 0; raise NonFiniteError where they are spoilt."""
+    """Copy the model, the optimizer and the facts of the run on rank 0. Raises NonFiniteError for non-finite values."""
     p = training.progress
     model = training.frontend.state(writer.tree)
     optimizer = read(entries, Placement.REPLICATED, writer.tree)
@@ -116,7 +116,7 @@ def _copy(
     model = {key: x for key, x in shards.items() if key in of_model} | model
     optimizer = {key: x for key, x in shards.items() if key not in of_model} | optimizer
     writer.tree = model | optimizer
-    # What a compressor cuts off stays in a residual, and shows in no weight.
+    # Values that a compressor drops stay in a residual, and may show in no weight.
     kept = {f"{key} of rank {rank}": x for rank, part in enumerate(local) for key, x in part.items()}
     _check_finite(writer.tree | kept, f"epoch {p.epoch + 1}, step {p.step}")
     meta = {
@@ -134,13 +134,13 @@ def _copy(
 
 
 def _write(training: Training, writer: Writer, folder: Path, snapshot: store.Snapshot, keep: bool) -> bool:
-    """Write a checkpoint, in a thread of rank 0; return whether it is one of those that are kept."""
+    """Write a checkpoint, in a thread of rank 0. Returns whether it is kept."""
     rule = training.config.checkpoint
     store.save(folder, snapshot, writer.moved)
     store.prune(
         folder,
         save_top_k=rule.save_top_k,
-        save_last=rule.save_last or keep or training.config.on_nonfinite == "rollback",  # which goes to the newest
+        save_last=rule.save_last or keep or training.config.on_nonfinite == "rollback",  # needs the newest
         monitor=rule.monitor,
         mode=training.config.mode_of(rule),
         warn=training.log.warning,
@@ -149,12 +149,13 @@ def _write(training: Training, writer: Writer, folder: Path, snapshot: store.Sna
 
 
 def _write_to_memory(training: Training, writer: Writer, folder: Path, snapshot: store.Snapshot) -> bool:
-    """Write a snapshot, in a thread of rank 0. Where it fails training goes on: the checkpoints on disk are enough."""
+    """Write an in-memory checkpoint, in a thread of rank 0. If it fails training continues, because there are
+    checkpoints on disk."""
     rule = training.config.checkpoint
     try:
         store.save(folder, snapshot, writer.moved)
     except CheckpointError as error:
-        if not writer.warned:  # once: the next ones are likely to fail as well
+        if not writer.warned:  # once, because the next ones are likely to fail as well
             training.log.warning(f"a snapshot in memory is left out: {error}; training goes on without")
         writer.warned = True
         return False
@@ -163,14 +164,14 @@ def _write_to_memory(training: Training, writer: Writer, folder: Path, snapshot:
 
 
 def _is_there(folder: Path, snapshot: store.Snapshot) -> bool:
-    """Return whether a checkpoint that was saved was kept."""
-    with suppress(OSError):  # a file server that does not know at the moment
+    """Return whether a saved checkpoint was kept."""
+    with suppress(OSError):  # a file server that does not answer at the moment
         return store.place(folder, snapshot.step).exists()
     return True
 
 
 def _check_finite(tree: Tree, where: str) -> None:
-    """Refuse weights, slots and residuals that are not finite: a step may spoil them although its loss was finite."""
+    """Refuse non-finite weights, optimizer state and residuals, which a step may produce even with a finite loss."""
     for key, x in tree.items():
         # Buffers may be infinite on purpose (masks).
         if not key.startswith(STATISTICS) and is_float(x) and not np.isfinite(x).all():
@@ -178,22 +179,22 @@ def _check_finite(tree: Tree, where: str) -> None:
 
 
 def _local(training: Training) -> Tree:
-    """Copy what belongs to this rank alone: residuals, and slots with local training."""
+    """Copy this rank's own state: residuals, and with local training optimizer state."""
     return read(training.update.state(), Placement.PER_RANK)
 
 
 def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
-    """Go on from ``snapshot`` (read on rank 0, None: from the start); end with equal weights on all ranks.
+    """Restore ``snapshot`` (read on rank 0; None: start), so that all ranks have equal weights.
 
-    Returns what of it was left behind, a line each.
+    Returns a line for each part that was not restored.
     """
     communicator, groups, notes = training.communicator, training.groups, []
-    training.update.finish_transfers()  # of a training that goes back
-    averages: Tree = {}  # this rank's running statistics, where the run was interrupted
-    # Rank 0 alone reads the checkpoint; the others get its facts, then the tensors piece by piece.
+    training.update.finish_transfers()  # of a training that rolls back
+    averages: Tree = {}  # this rank's running statistics, if the run was interrupted
+    # Only rank 0 reads the checkpoint. The others receive its facts, then the tensors piece by piece.
     head = collectively(communicator, lambda: _head(training, snapshot) if communicator.rank == 0 else b"")
     saved = json.loads(communicator.broadcast_bytes(head))
-    kept: Tree = {}  # residuals and slots of this rank alone
+    kept: Tree = {}  # this rank's residuals and optimizer state
     if saved:
         before, now = RunFacts(**saved["facts"]), _facts(training)
         training.progress = Progress(**saved["progress"])
@@ -206,7 +207,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
         if same_layout:
             local = unpack(communicator.scatter_bytes([pack(part) for part in snapshot.local] if snapshot else []))
         averages = {key: local.pop(key) for key in list(local) if key.startswith(STATISTICS)}
-        # Weights of a rank are there where they differed, and have the shapes of the model's, which are checked below.
+        # Contains this rank's weights if they differed; their shapes are the model's, which are checked below.
         weights = weight_names(training.frontend)
         trees = ({key: x for key, x in local.items() if key not in weights}, _local(training))
         shapes, expected = ({key: x.shape for key, x in tree.items()} for tree in trees)
@@ -218,7 +219,8 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
 
     here = partial(training_state, training.frontend, training.update)
     others = of_other_stages(training.groups, here) if saved else {}
-    # From the start: rank 0's weights, of each stage those of its first rank; slots are zeros everywhere.
+    # From the start: broadcast rank 0's weights (with stages, those of each stage's first rank); optimizer state is
+    # zero.
     source = groups.data if groups.links and not saved else communicator
 
     def fitting() -> Tree:
@@ -242,15 +244,15 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
 
 
 def _keep_warmup(training: Training, as_given: list[Any]) -> None:
-    """Keep the warm-up's length of a run that goes on, unless it is given otherwise now."""
+    """Keep a resumed run's warm-up length, unless the configuration changed it."""
     begun = replace(training.schedule, warmup=0.0)
     kept = training.progress.warmup if as_given == begun.warmup_as_given else begun.mixed_warmup
     training.progress.warmup, training.schedule = kept, replace(begun, warmup=kept)
 
 
 def _check_averages(training: Training, averages: Tree) -> None:
-    """Refuse running statistics of this rank that the model does not have."""
-    # ``load`` leaves out what it does not know: the run would go on with others, without a word.
+    """Refuse running statistics of this rank that the model lacks."""
+    # ``load`` ignores unknown names: the run would silently continue with other statistics.
     here = training.frontend.running_statistics()
     unknown = [key for key, x in sorted(averages.items()) if key not in here or here[key].shape != x.shape]
     if unknown:
@@ -259,20 +261,20 @@ def _check_averages(training: Training, averages: Tree) -> None:
 
 
 def _facts(training: Training) -> RunFacts:
-    """Return the facts of this training that decide how it goes on."""
+    """Return the facts of this training that decide how it may be resumed."""
     config, ranks = training.config, training.communicator.size
     axes = training.frontend.axes
     return RunFacts.of(config, config.framework, training.compression, training.data, ranks, axes=axes)
 
 
 def _head(training: Training, snapshot: store.Snapshot | None) -> bytes:
-    """Return the facts of a checkpoint that all ranks must know, as JSON; {}: there is none."""
+    """Return the facts of a checkpoint that all ranks need, as JSON; {} without one."""
     if snapshot is None:
         return b"{}"
     config, meta = snapshot.config(), snapshot.meta
     ranks = len(snapshot.local)
     keys = {key for tree in snapshot.local for key in tree}
-    axes = meta["axes"] if any(map(is_residual, keys)) else None  # all else has canonical axes
+    axes = meta["axes"] if any(map(is_residual, keys)) else None  # everything else has canonical axes
     facts = RunFacts.of(config, snapshot.framework, meta["compression"], meta["data"], ranks, axes)
     schedule = Schedule.of(config, meta["data"]["train"]["samples"], config.replicas(ranks))
     head = {

@@ -1,4 +1,4 @@
-"""The state of a training, which the loop, its hooks and saving share; it knows none of them."""
+"""The state of a training that the loop, its hooks and saving share."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hvd_train.run_folder.log import NullLog, RunLog
 
 
 class Training:
-    """The parts of a training, its lengths and its progress. Hooks get it as ``trainer``.
+    """The components, lengths and progress of a training. Hooks get it as ``trainer``.
 
-    ``compression``: the compressor that ``auto`` chose; a resumed run keeps to it. ``until``: epochs after which the
-    run is left, to be resumed later.
+    ``compression``: the compressor that ``auto`` chose, which a resumed run keeps. ``until``: epoch at which the run
+    pauses, to be resumed later.
     """
 
-    samples_per_second: Callable[[], float]  # of all ranks; 0 before the first step
+    samples_per_second: Callable[[], float]  # over all ranks; 0 before the first step
     speeds: Callable[[], tuple[float, float]]  # see callbacks.speed.Speed.spread
 
     def __init__(
@@ -56,7 +56,7 @@ class Training:
         self.epoch_size = min(self.train_size, self.limit * self.global_batch)  # samples
         self.scaled = config.precision == "16-mixed"
         self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0, warmup=self.schedule.mixed_warmup)
-        self.stop_reason = ""  # why a hook on this rank wishes to stop; the ranks agree on it with a line of the log
+        self.stop_reason = ""  # why a hook on this rank requests to stop; the ranks agree on it at a log line
         self.stragglers = Stragglers()
 
     def _loader(self, source: Source) -> Loader:
@@ -71,34 +71,34 @@ class Training:
         )
 
     def stop(self, why: str) -> None:
-        """End the training of all ranks, evaluated and saved as at its end, whichever rank calls this.
+        """End the training on all ranks, with evaluation and checkpoint, whichever rank calls this.
 
-        It ends with the epoch if called in ``on_epoch``, else with the next line of the log.
+        It ends with the epoch if called in ``on_epoch``, else at the next log line.
         """
         self.stop_reason = why
 
     @property
     def exchange_share(self) -> float | None:
-        """The share of the time that the exchange takes on every rank; None: not yet measured."""
+        """Return the share of time that every rank spends in the exchange; None: not yet measured."""
         return self.stragglers.least_wait
 
     def learning_rate(self, place: int, step: int) -> float:
-        """Return the rate of step number ``step`` of the run (from 0), the ``place``-th of its epoch.
+        """Return the rate of the run's step ``step`` (from 0), at position ``place`` of its epoch.
 
-        What is given in epochs follows the place in the epoch, so that it means the same after a resume on another
-        number of ranks. A warm-up in the other unit keeps the length with which the run began.
+        Lengths in epochs follow the position in the epoch, so that they stay valid after a resume on another number of
+        ranks. A warm-up in the other unit keeps its initial length.
         """
         p = self.progress
         in_epochs = p.epoch * self.schedule.steps_per_epoch + place
         rate = self.schedule.rate(step if self.schedule.counts_steps else in_epochs)
-        # What plateaus have made of it.
+        # Apply the factor of plateaus.
         return rate if p.rate_factor == 1 else max(rate * p.rate_factor, self.config.optim.min_lr)
 
     # ---- whether it has ended
 
     @property
     def finished(self) -> bool:
-        """Return whether the training has come to its end: stopped, or at ``max_steps`` or ``max_epochs``."""
+        """Return whether the training is finished: stopped, or at ``max_steps`` or ``max_epochs``."""
         p, c = self.progress, self.config
         return (
             p.stopped or bool(c.max_steps and p.step >= c.max_steps) or bool(c.max_epochs and p.epoch >= c.max_epochs)
@@ -106,12 +106,12 @@ class Training:
 
     @property
     def paused(self) -> bool:
-        """Return whether the run has reached epoch ``until``, where it is left, and not its end."""
+        """Return whether the run has reached epoch ``until``, where it pauses, but not its end."""
         return self.until is not None and self.progress.epoch >= self.until and not self.finished
 
     @property
     def complete(self) -> str:
-        """The reason why a restored run has nothing left to train; empty if it has."""
+        """Return why a restored run has nothing left to train; "" if it has."""
         if self.progress.ending or not self.finished:
             return ""
         p, c = self.progress, self.config

@@ -19,7 +19,7 @@ from hvd_train.protocol import Batch
 
 
 class Validation:
-    """Evaluate a training on its validation samples, every so many epochs and at its end."""
+    """Evaluates on the validation samples, every ``check_val_every_n_epoch`` epochs and at the end."""
 
     def __init__(
         self, training: Training, weight_check: WeightCheck, sync: StopSync, interruption: Interruption
@@ -31,16 +31,16 @@ class Validation:
         self._warned = False
 
     def epoch_left(self) -> None:
-        """Note the progress that an interruption saves: the evaluation is repeated, and with it what follows."""
+        """Record the progress to save at an interruption: a resumed run repeats the evaluation and all that follows."""
         self._before = copy.deepcopy(self._training.progress)
 
     def due(self, complete: bool) -> bool:
-        """Return whether to evaluate after an epoch, which is ``complete`` or was left."""
+        """Return whether to evaluate after an epoch that is ``complete`` or was interrupted."""
         every = self._training.config.check_val_every_n_epoch
         return self._training.finished or (complete and self._training.progress.epoch % every == 0)
 
     def run(self, epoch: int, learning_rate: float) -> None:
-        """Evaluate, and log the result as that of epoch number ``epoch`` (from 0)."""
+        """Evaluate, and log the result for epoch number ``epoch`` (from 0)."""
         training = self._training
         p = training.progress
         training.stragglers.pause()
@@ -56,7 +56,7 @@ class Validation:
         training.log.val(epoch, p.step, results, learning_rate, training.samples_per_second())
 
     def _warn_of_no_value(self) -> None:
-        """Say, once, that an evaluation has no value of what the configuration watches."""
+        """Warn once if an evaluation has no value of a monitored metric."""
         training, val = self._training, self._training.progress.val
         missing = [name for name in training.config.monitors if math.isnan(val.get(name, 0.0))]
         if missing and val["val_samples"] and not self._warned:
@@ -67,7 +67,7 @@ class Validation:
             self._warned = True
 
     def _between(self) -> None:
-        """Look for a signal between two batches."""
+        """Check for a signal between batches."""
         training = self._training
         training.stop_source.at("evaluation", training.progress.step)
         faults.at("evaluation")

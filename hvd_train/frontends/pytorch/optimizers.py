@@ -7,7 +7,7 @@ switch it off for themselves, which takes 75 MB and 1.3 s of every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -89,10 +89,19 @@ class FormulaKernel:
         self.counts_steps, self.per_tensor = spec.counts_steps, spec.per_tensor
 
     def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
-        torch._foreach_add_(steps, 1)
-        t = steps[0].double()  # (), in 64 bits, as 1 - beta^t cancels in 32
+        t = None
+        if self.counts_steps:
+            torch._foreach_add_(steps, 1)
+            t = steps[0].double()  # (), in 64 bits, as 1 - beta^t cancels in 32
+
+        @cache
+        def there(device: torch.device) -> tuple[Any, ...]:
+            # The rate of a schedule-free optimizer is a tensor.
+            now, rate = (x.to(device) if isinstance(x, torch.Tensor) else x for x in (t, learning_rate))
+            return now, rate, self.options, self.ops.at(device)
+
         results: Iterable[Any] = (
-            self._of_one(w, g, old, t, learning_rate) for w, g, *old in zip(weights, gradients, *slots, strict=True)
+            self._formula(w, g, old, *there(w.device)) for w, g, *old in zip(weights, gradients, *slots, strict=True)
         )
         if self.per_tensor and total:
             results = formulas.side_by_side([*results], total)
@@ -103,12 +112,6 @@ class FormulaKernel:
             weight.sub_(loss)
             for slot, value in zip(old, new, strict=True):
                 slot.copy_(value)
-
-    def _of_one(self, weight, gradient, slots, t, learning_rate) -> Any:
-        device = weight.device
-        # Of a schedule-free optimizer it is a tensor.
-        rate = learning_rate.to(device) if isinstance(learning_rate, torch.Tensor) else learning_rate
-        return self._formula(weight, gradient, slots, t.to(device), rate, self.options, self.ops.at(device))
 
 
 KERNELS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": Adam}

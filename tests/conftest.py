@@ -26,7 +26,8 @@ SHOWN = 20
 TESTS = Path(__file__).parent
 # What --quick runs: folders and files that need no framework, and skip the cases for one that is not installed.
 QUICK = (
-    "checkpoint/",
+    "checkpoint/test_resume_rules",
+    "checkpoint/test_writer",
     "compression/",
     "core/",
     "data/",
@@ -93,6 +94,8 @@ def pytest_unconfigure(config):
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:
+        if config.getoption("--quick") and "_at_any_" in item.name:
+            item.add_marker(pytest.mark.skip(reason="--quick: a training for each step or moment"))
         mark = item.get_closest_marker("long")
         if mark is None:
             continue

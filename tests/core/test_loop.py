@@ -840,7 +840,8 @@ class Watching(Hook):
         self.note(trainer, "start", trainer.progress.step)
 
     def on_step(self, trainer, taken):
-        assert len(taken.sums) == len(taken.batch.micro_batches) and taken.seconds > 0 and taken.rate == 0.1
+        assert len(taken.local_sums) == len(taken.batch.micro_batches)
+        assert taken.seconds > 0 and taken.learning_rate == 0.1
         self.note(trainer, "step", trainer.progress.step)
 
     def on_epoch(self, trainer, epoch):

@@ -46,7 +46,7 @@ def pack(path: Path | None, sets: tuple[str, ...], paths: tuple[str, ...]) -> No
     if len(source) > 1:
         raise ConfigError(f"{len(paths)} paths", where="data pack", fix="give the data's path and a folder to write")
     if source:
-        # The kind of the data is guessed from the path, unless the user has named it.
+        # Guess the kind of the data from the path, unless the user has named it.
         named = path is not None or any(one.startswith("data.name=") for one in sets)
         kind = [] if named else [f"data.name={kind_of(Path(source[0]))}"]
         sets = (*sets, *kind, f"data.path={json.dumps(source[0])}")

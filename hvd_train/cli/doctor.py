@@ -1,4 +1,4 @@
-"""``hvd-train doctor``, and a rank of its allreduce."""
+"""``hvd-train doctor``, and one rank of its allreduce test."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def doctor(
     if where:
         from hvd_train.launch.start import launch
 
-        # One rank on each host is enough: the facts and the links are the host's.
+        # One rank on each host is enough, because facts and links belong to the host.
         one_each = Hosts(dict.fromkeys(where.slots, 1), where.interfaces)
         sys.exit(launch(len(one_each.slots), launcher, rank_words(), verbose, hosts=one_each))
     if launcher != AUTO:
@@ -56,7 +56,7 @@ def doctor(
 @click.command(hidden=True)
 @click.option("--framework", type=click.Choice(list(FRAMEWORKS)), required=True)
 def probe(framework: str) -> None:
-    """One rank of the doctor's allreduce."""
+    """Run one rank of the doctor's allreduce test."""
     from hvd_train.doctor import host
 
     sys.exit(host.probe(framework))

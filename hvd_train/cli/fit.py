@@ -115,7 +115,7 @@ def fit(
     if dry_run:
         text = shlex.join(ranks.command(rank_words())) + "\n" if ranks else _as_one_rank(config)
         click.echo(text, nl=False)
-        if text:  # rank 0 prints for all
+        if text:  # only rank 0 prints
             note_refusal(config, resume, overwrite)
     elif ranks:
         stop_listening()  # a launcher forwards signals instead of saving
@@ -134,7 +134,7 @@ def fit(
 
 
 def _as_one_rank(config: Config) -> str:
-    """Return what ``--dry-run`` prints on a rank that would train in this process; nothing on ranks above 0."""
+    """Return what ``--dry-run`` prints on a rank that would train in this process; "" on ranks above 0."""
     from hvd_train.config import resolved_yaml
     from hvd_train.launch.environment import world
 

@@ -18,7 +18,7 @@ ORDER = (
     "performance", "errors", "measurements", "glossary", "how-it-is-built", "extending",
 )  # fmt: skip
 
-MOST, SHOWN = 8, 80  # pages that a search lists, and letters of a line of each
+MOST, SHOWN = 8, 80  # maximum pages of a search, and characters of each page's line
 
 # Pages in the folder ``recipes``, which ``hvd-train init`` turns into files.
 RECIPES = (
@@ -62,7 +62,7 @@ def page(topic: str) -> str:
 
 
 def search(words: str) -> list[tuple[str, int, str]]:
-    """Return (page, how many of its lines have the words, the first of them) of the pages that have them most."""
+    """Return (page, number of lines with the words, the first such line), pages with most lines first."""
     found = []
     for name in (*ORDER, *RECIPES):
         lines = [line.strip() for line in page(name).splitlines() if words.lower() in line.lower()]
@@ -77,7 +77,7 @@ def advice(name: str, names: tuple[str, ...]) -> str:
 
 
 def show(text: str) -> None:
-    """Print Markdown as the terminal can show it; a pipe gets plain text."""
+    """Print Markdown, formatted on a terminal and as plain text to a pipe."""
     from rich.console import Console
     from rich.markdown import Markdown
 

@@ -1,4 +1,4 @@
-"""``hvd-train init``: the files of a recipe. A recipe is a page of the guide, whose blocks of code are its files."""
+"""``hvd-train init``: write the files of a recipe, which are the code blocks of a page of the guide."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def contents(recipe: str) -> tuple[dict[str, str], list[str]]:
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
-    """Write all files, or none where one of them is there already."""
+    """Write all files, or none if one of them already exists."""
     if there := [name for name in files if (folder / name).exists()]:
         raise ConfigError(f"{', '.join(there)} is there already", where=str(folder), fix="name another folder")
     try:

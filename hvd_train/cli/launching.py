@@ -1,4 +1,4 @@
-"""Starting a command again on several ranks: with the same words, except those that start ranks."""
+"""Start this command again on several ranks, with the same arguments except those that start ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_train.run_folder.terminal import say
 if TYPE_CHECKING:
     from hvd_train.config import Config
 
-# Options that start ranks, each with a value. A rank that got them would start ranks itself.
+# Options that start ranks, each with a value, which ranks must not get.
 WITH_VALUE = (
     "-np", "--num-proc", "--launcher", "--max-restarts", "--min-np", "--spares", "-H", "--hosts", "--hostfile",
     "--network-interfaces", "--nnodes", "--nproc-per-node",
@@ -23,7 +23,7 @@ JOINED = ("-np", "-H", *(f"{option}=" for option in WITH_VALUE if option.startsw
 
 
 def rank_words() -> list[str]:
-    """Return this command's words without those that start ranks."""
+    """Return this command's arguments without those that start ranks."""
     words, value = [], False
     for word in sys.argv[1:]:
         if value:
@@ -36,14 +36,14 @@ def rank_words() -> list[str]:
 
 
 def start_ranks(num_proc: int, launcher: str, verbose: bool) -> NoReturn:
-    """Start this command on ``num_proc`` ranks of this host, and exit with their code."""
+    """Start this command on ``num_proc`` ranks of this host, and exit with its code."""
     from hvd_train.launch.start import launch
 
     sys.exit(launch(num_proc, launcher, rank_words(), verbose))
 
 
 def run_here_or_on_ranks(num_proc: int | None, launcher: str, verbose: bool, job: Callable[[], int]) -> NoReturn:
-    """Run ``job`` in this process, or start this command on the ranks of ``-np``; exit with the code."""
+    """Run ``job`` in this process, or this command on the ranks of ``-np``, and exit with its code."""
     from hvd_train.launch.plan import starts_ranks
 
     if starts_ranks(num_proc):
@@ -60,7 +60,7 @@ def check_run_folder(config: Config, resume: str | None, overwrite: bool) -> Non
 
 
 def note_refusal(config: Config, resume: str | None, overwrite: bool) -> None:
-    """Print on stderr why ``fit`` would refuse the run folder. A dry run starts nothing, so it goes on."""
+    """Print on stderr why ``fit`` would refuse the run folder. For dry runs, where that is no error."""
     try:
         check_run_folder(config, resume, overwrite)
     except ConfigError as error:
@@ -68,7 +68,7 @@ def note_refusal(config: Config, resume: str | None, overwrite: bool) -> None:
 
 
 def open_rendezvous() -> None:
-    """Let the other ranks find this one, if the launcher does not bring them together."""
+    """Let the other ranks find this one, if the launcher does not connect them."""
     from hvd_train.launch.environment import world
     from hvd_train.launch.rendezvous import rank as rendezvous
 

@@ -1,4 +1,4 @@
-"""The command line: its commands, a file each, and what becomes of their errors."""
+"""The command line: its commands, a file each, and error handling."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import click
 from hvd_train import __version__
 from hvd_train.cli import streams
 
-# In the order of a first session. A command's module is loaded when the command is asked for, and imports what it
-# needs only when it runs: help must not wait for NumPy, and no command may load a framework before a job starts.
+# In the order of a first session. A command's module is imported on demand, and imports what it needs only when it
+# runs: help must not wait for NumPy, nor any command import a framework before a job starts.
 COMMANDS = {
     "fit": "fit.fit",
     "find-lr": "find_lr.find_lr",
@@ -44,7 +44,7 @@ class Commands(click.Group):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.commands = dict.fromkeys(COMMANDS, click.Command(None))  # names, for the guess at a mistyped one
+        self.commands = dict.fromkeys(COMMANDS, click.Command(None))  # command names, for suggestions
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -74,8 +74,8 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run a command. The user's mistakes become lines on stderr and an exit code, never a traceback."""
-    # A training goes on when nobody reads its output any more: the run folder has all of it.
+    """Run a command. User errors become lines on stderr and an exit code, never a traceback."""
+    # Training continues after the reader of its output has left, because the run folder has everything.
     streams.guard("stderr", *(["stdout"] if sys.argv[1:2] in (["fit"], ["sweep"]) else []))
     try:
         if sys.argv[1:2] == ["fit"]:  # a signal may come at any moment
@@ -92,8 +92,8 @@ def main() -> None:
 
 
 def _end_with(error: BaseException) -> None:
-    """Print what went wrong, and exit with its code."""
-    # What help does not need is loaded here.
+    """Print an error, and exit with its code."""
+    # Imported here, because help does not need it.
     from hvd_train.launch.exit import exit_rank, exit_with_error, print_error, rank_tag
 
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
@@ -101,7 +101,7 @@ def _end_with(error: BaseException) -> None:
         exit_rank(error.exit_code)
     if isinstance(error, click.ClickException):
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "hvd-train"
-        text = _as_setting(error) or " ".join(error.format_message().split())  # click lists choices one a line
+        text = _as_setting(error) or " ".join(error.format_message().split())  # click lists one choice a line
         print_error(text, [f"error{rank_tag()}: {text} See '{command} --help'."], error.exit_code)
         exit_rank(error.exit_code)
     if isinstance(error, KeyboardInterrupt):
@@ -112,7 +112,7 @@ def _end_with(error: BaseException) -> None:
 
 
 def _as_setting(error: click.ClickException) -> str:
-    """Return what to say of an option that is a key of the configuration (``--max-epochs 3``); "" for others."""
+    """Return a hint for an option that is a configuration key (``--max-epochs 3``); "" for others."""
     if not isinstance(error, click.NoSuchOption) or not error.ctx:
         return ""
     if not any(parameter.name == "sets" for parameter in error.ctx.command.params):
@@ -120,7 +120,7 @@ def _as_setting(error: click.ClickException) -> str:
     from hvd_train.config import explain
 
     name = error.option_name.lstrip("-").replace("-", "_")
-    # --epochs means max_epochs, which is nearer to the top than swa.epochs.
+    # --epochs means max_epochs, which is less nested than swa.epochs.
     ends = (f".{name}", f".max_{name}")
     keys = sorted((key for key, *_ in explain() if f".{key}".endswith(ends)), key=lambda key: key.count("."))
     words = sys.argv[1:]

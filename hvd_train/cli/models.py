@@ -1,4 +1,4 @@
-"""``hvd-train models``: the models are read as source text, because listing them must not load a framework."""
+"""``hvd-train models``. Parses the models' source, because listing them must not import a framework."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def listing() -> list[tuple[str, str, str, str]]:
             if build is None:
                 continue
             frameworks = rows.get(file.stem, ([], "", ""))[0]
-            # The options are the arguments of ``build`` that have defaults. The rest comes from the data.
+            # The options are the arguments of ``build`` with defaults. The others come from the data.
             doc = (ast.get_docstring(tree) or "").splitlines()
             rows[file.stem] = ([*frameworks, framework.name], _options(build), doc[0] if doc else "")
     return [(name, options, ", ".join(frameworks), doc) for name, (frameworks, options, doc) in rows.items()]

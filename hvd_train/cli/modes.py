@@ -1,4 +1,4 @@
-"""``hvd-train modes``, and a training that it measures."""
+"""``hvd-train modes``, and one of its measured trainings."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def modes(
     where = parse(hosts, hostfile, network_interfaces)
     ranks = plan(num_proc, launcher, where, None, None, Restarts(), dry_run=False)
     if ranks:
-        ranks.check()  # a mistake about hosts is told once, and not for each way
+        ranks.check()  # report wrong hosts once, not for each way
     elsewhere = {"--hosts": hosts, "--hostfile": hostfile, "--network-interfaces": network_interfaces}
     words = ["-np", str(num_proc), "--launcher", launcher]
     words += [str(word) for pair in elsewhere.items() if pair[1] for word in pair]

@@ -12,10 +12,10 @@ from hvd_train.launch import launchers
 
 
 def together(*options: Callable) -> Callable:
-    """Join options to one decorator. The help lists them in this order."""
+    """Combine options into one decorator. The help lists them in this order."""
 
     def decorate(command: Callable) -> Callable:
-        for option in reversed(options):  # decorators apply from the innermost outwards
+        for option in reversed(options):  # decorators apply from the inside out
             command = option(command)
         return command
 
@@ -102,7 +102,8 @@ trials = together(
 
 
 def seed_of_draws(draws: int | None, seed: int | None) -> int:
-    """Return the seed of ``--random``. Raises ConfigError for a seed alone: it may be meant for the training."""
+    """Return the seed of ``--random``. Raises ConfigError for a seed without it, which may be meant for the
+    training."""
     if seed is not None and draws is None:
         fix = f"give --random, or --set seed={seed} for the seed of the training"
         raise ConfigError("is of the draws of --random", where="--seed", fix=fix)

@@ -46,7 +46,7 @@ def predict(
 
     config, code = trained_config(path, sets, run_dir, checkpoint)
     refuse_foreign({} if trust else code, run_dir)
-    # Before ranks are started: a file in the way should not cost a minute.
+    # Before ranks start, so that an existing file is reported at once.
     job.check_output(config, output, overwrite)
     if names:
         job.check_names(config, output)

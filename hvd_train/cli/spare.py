@@ -1,8 +1,8 @@
-"""``python -m hvd_train.cli.spare NAME FRAMEWORK THREADS RANKS COUNT VERBOSE``: a process from which ranks are forked.
+"""``python -m hvd_train.cli.spare NAME FRAMEWORK THREADS RANKS COUNT VERBOSE``: a standby process that forks ranks.
 
 ``launch/spares.py`` starts it, and ``launch/stub.py`` talks to it over an abstract Unix socket called NAME:
 
-1. The stub, which the launcher started in a rank's place, sends its descriptors 0 to 2, then its command line,
+1. The stub, which the launcher started instead of a rank, sends its descriptors 0 to 2, then its command line,
    environment and folder as JSON. Both sides check that the other belongs to the same user.
 2. This process answers ``ACCEPTED`` and forks. The fork becomes the rank.
 3. When the fork ends, this process sends its status, and the stub ends in the same way. If the connection breaks, the
@@ -34,12 +34,12 @@ from hvd_train.launch.process import PR_SET_PDEATHSIG
 from hvd_train.launch.stub import ACCEPTED, ANSWER_SECONDS, LENGTH, STATUS, same_user
 from hvd_train.run_folder.terminal import say
 
-NICE = 10  # ranks that train come first
+NICE = 10  # training ranks have priority
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank, which a stub hands over: its program, environment, folder and standard streams."""
+    """What a stub passes on for a rank: program, environment, folder and standard streams."""
 
     program: list[str]
     environment: dict[str, str]
@@ -55,13 +55,13 @@ class Place:
         os.environ.update(self.environment)
         os.chdir(self.folder)
         sys.argv = ["hvd-train", *self.program[len(python("hvd_train")) :]]
-        # All forks have copies of the same generators.
+        # Reseed, because all forks copy the same random generators.
         random.seed()
         np.random.seed()
 
 
 def receive(connection: socket.socket) -> Place:
-    """Read what a stub hands over. Raises OSError, ValueError or EOFError."""
+    """Read the data of a stub. Raises OSError, ValueError or EOFError."""
     connection.settimeout(ANSWER_SECONDS)
     head, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, 3)
     text = b""
@@ -75,7 +75,7 @@ def receive(connection: socket.socket) -> Place:
 
 
 def warm(framework: str, wanted: str, ranks: int, verbose: bool) -> None:
-    """Load what a rank needs, in a thread of low priority, so that ranks that train keep the cores."""
+    """Import what a rank needs, in a thread of low priority, so that training ranks keep the cores."""
     os.setpriority(os.PRIO_PROCESS, 0, NICE)
     for module in ("hvd_train.cli.fit", "hvd_train.jobs.fit", "hvd_train.update.exchange", "safetensors.numpy"):
         import_module(module)
@@ -85,17 +85,15 @@ def warm(framework: str, wanted: str, ranks: int, verbose: bool) -> None:
 
 
 def serve(listener: socket.socket, most: int) -> Place:
-    """Fork for each stub that asks, ``most`` at once; return in the fork."""
+    """Fork for each stub that asks, at most ``most`` at a time. Returns in the fork."""
     poll = select.poll()
-    waiting: dict[int, int] = {}  # a connection's descriptor: that of its process
-    children: dict[
-        int, tuple[int, socket.socket]
-    ] = {}  # a process' descriptor: its pid, and the stub that waits for its status
+    waiting: dict[int, int] = {}  # {descriptor of a connection: pidfd of its fork}
+    children: dict[int, tuple[int, socket.socket]] = {}  # {pidfd: (pid, the stub that waits for its status)}
     poll.register(listener, select.POLLIN)
     prctl: Any = ctypes.CDLL(None).prctl
     while True:
         for descriptor, _ in poll.poll():
-            if descriptor in waiting:  # the stub is gone, for it sends nothing more
+            if descriptor in waiting:  # the stub is gone, because it never sends more
                 poll.unregister(descriptor)
                 signal.pidfd_send_signal(waiting.pop(descriptor), signal.SIGKILL)
             elif descriptor in children:
@@ -112,18 +110,18 @@ def serve(listener: socket.socket, most: int) -> Place:
                     if place:
                         connection.sendall(ACCEPTED)
                 except (OSError, ValueError, EOFError, TypeError, struct.error):
-                    # The stub went away, or is none. It starts the rank by itself if it gets no answer.
+                    # The stub has gone, or was none. Without an answer it becomes the rank itself.
                     place = None
                 if place is None:
                     connection.close()
                     continue
                 parent, pid = os.getpid(), os.fork()
                 if pid == 0:
-                    # If this process is killed, its forks end, too. It may have died before the call, hence the check.
+                    # Forks end if this process is killed. The check covers a death before the call.
                     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                     if os.getppid() != parent:
                         os._exit(5)
-                    # A copy of another rank's connection would keep it open when this process ends.
+                    # Close copies of other ranks' connections, which would stay open when this process ends.
                     for other in (*waiting, *children):
                         os.close(other)
                     for _, held in children.values():
@@ -131,7 +129,7 @@ def serve(listener: socket.socket, most: int) -> Place:
                     listener.close()
                     connection.close()
                     return place
-                # The fork has copies. As long as these are open, whoever reads the rank's output would not see its end.
+                # The fork has copies. Open ones here would hide the end of the rank's output from its reader.
                 for number in place.descriptors:
                     os.close(number)
                 pidfd = os.pidfd_open(pid)
@@ -153,13 +151,13 @@ def main() -> None:
         warm(framework, threads, int(ranks), bool(verbose))
         done.append(True)
 
-    # In a thread, because only that one gets the low priority: what is forked from the main thread has the usual one.
+    # In a thread, because the low priority is per thread, and forks of the main thread keep the normal one.
     thread = threading.Thread(target=load)
     thread.start()
     thread.join()
-    if not done:  # the error has been printed; ranks load the framework for themselves
+    if not done:  # the error has been printed; ranks import the framework themselves
         sys.exit(1)
-    gc.freeze()  # a collection in a fork would write to pages that it shares with this process
+    gc.freeze()  # garbage collection in a fork would write to pages shared with this process
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
             listener.bind(f"\0{name}")

@@ -1,4 +1,4 @@
-"""Standard streams that may fail: the reader leaves (``| head``), the terminal closes, the disk is full."""
+"""Handle failing standard streams: the reader leaves (``| head``), the terminal closes, the disk is full."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from hvd_train.errors import ConfigError
 
 KEPT_BYTES = 16 << 20
-READ_SECONDS, END_SECONDS = 2.0, 30.0  # for a reader to take something, before it counts as paused, and at the end
+READ_SECONDS, END_SECONDS = 2.0, 30.0  # for a reader to read something, before it counts as paused, and at the end
 
 
 class ReaderLeftError(BrokenPipeError):
@@ -21,21 +21,21 @@ class ReaderLeftError(BrokenPipeError):
 
 
 class _Guarded(io.FileIO):
-    """A stream that goes to the null device once it cannot be written any more.
+    """A stream that switches to the null device after a write error.
 
-    ``silent``: without an error, and without waiting for a reader that does not read: what it does not take is kept,
-    up to ``KEPT_BYTES``, and written when it reads again.
+    ``silent``: no error, and no waiting for a paused reader: up to ``KEPT_BYTES`` are kept, and written when it reads
+    again.
     """
 
     silent = False
-    _lock = threading.RLock()  # of all streams: several may be one pipe, and its room is known until another writes
+    _lock = threading.RLock()  # one lock, because streams may share a pipe and so its free space
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
         self._kept, self._lost, self._stalled = bytearray(), 0, False
 
     def write(self, data: Any) -> int:
-        # click writes nothing, to learn what kind of stream this is. A full disk refuses even that.
+        # click writes an empty string to find the stream's type, which fails on a full disk.
         size = memoryview(data).nbytes
         if not size or not self.silent:
             return self._write(data) if size else 0
@@ -47,7 +47,7 @@ class _Guarded(io.FileIO):
         return size
 
     def drain(self, seconds: float) -> None:
-        """Write what is kept, as long as somebody takes some of it within ``seconds``."""
+        """Write the kept bytes, as long as the reader takes some within ``seconds``."""
         poll = select.poll()
         poll.register(self.fileno(), select.POLLOUT)
         with self._lock:
@@ -55,7 +55,7 @@ class _Guarded(io.FileIO):
                 self._stalled = not poll.poll(1000 * seconds)
                 if self._stalled:
                     return
-                del self._kept[: self._write(bytes(self._kept[: select.PIPE_BUF]))]  # so much has room
+                del self._kept[: self._write(bytes(self._kept[: select.PIPE_BUF]))]  # that much fits
                 if not self._kept and self._lost:
                     self._kept += f"\n... {self._lost:,} bytes left out: nobody read them\n".encode()
                     self._lost = 0
@@ -64,7 +64,7 @@ class _Guarded(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            # Python flushes streams once more when it ends. To the null device that cannot fail.
+            # Python flushes streams once more at exit, which cannot fail for the null device.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
@@ -77,7 +77,7 @@ class _Guarded(io.FileIO):
 
 
 def drain() -> None:
-    """Give a reader that has paused some time to read what is kept for it, at the end of the process."""
+    """At the end of the process, give a paused reader some time to read the kept output."""
     stop = time.monotonic() + END_SECONDS
     for stream in (sys.stdout, sys.stderr):
         raw = getattr(getattr(stream, "buffer", None), "raw", getattr(stream, "buffer", None))
@@ -86,22 +86,22 @@ def drain() -> None:
 
 
 def guard(*silent: str) -> None:
-    """Open the standard streams that are closed, and guard stdout and stderr.
+    """Open closed standard streams, and guard stdout and stderr.
 
-    Printing to a stream that failed raises ReaderLeftError or ConfigError; to one of ``silent`` ("stdout", "stderr") it
-    raises nothing.
+    Printing to a failed stream raises ReaderLeftError or ConfigError, but nothing for ``silent`` ones ("stdout",
+    "stderr").
     """
     _open_closed()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper):
-            continue  # a test has put another stream there
+            continue  # a test has replaced the stream
         raw = getattr(stream.buffer, "raw", stream.buffer)
         if not isinstance(raw, _Guarded):
             raw = _Guarded(stream.fileno())
             unbuffered = isinstance(stream.buffer, io.FileIO)  # python -u
             kept = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
-            # A name that the encoding does not know (PYTHONIOENCODING=ascii) must not end a run that is done.
+            # A name that cannot be encoded (PYTHONIOENCODING=ascii) must not fail a finished run.
             kept["errors"] = "backslashreplace"
             buffer: Any = raw if unbuffered else io.BufferedWriter(raw)
             setattr(sys, name, io.TextIOWrapper(buffer, **kept))
@@ -109,9 +109,9 @@ def guard(*silent: str) -> None:
 
 
 def _open_closed() -> None:
-    """Open the null device in place of closed standard streams (``>&-``).
+    """Open the null device for closed standard streams (``>&-``).
 
-    The next file would get their numbers, and what a library prints would go into it.
+    Otherwise the next opened file would get their descriptors, and libraries' output.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)

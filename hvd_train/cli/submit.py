@@ -98,7 +98,7 @@ def submit(
         sweep = array.of(folder, plan(path, sets, params, draws, seed, folder, again), list(again))
         text = array.script(batch, sweep, at_once)
     else:
-        # Now, and not when the job starts.
+        # Check now rather than when the job starts.
         (note_refusal if dry_run else check_run_folder)(config, resume, overwrite)
         words = _fit_words(path, sets, run_dir, resume or ("auto" if settings["requeue"] else None), overwrite)
         text = batch.script(batch.hvd_train(words), run_dir=config.run_dir)
@@ -138,7 +138,7 @@ def _check_sweep(
 def _fit_words(
     path: Path | None, sets: tuple[str, ...], run_dir: str | None, resume: str | None, overwrite: bool
 ) -> list[str]:
-    """Return the words of ``fit`` with these options."""
+    """Return the arguments of ``fit`` with these options."""
     values = {"-c": path, "--run-dir": run_dir, "--resume": resume}
     words = ["fit", *(str(word) for name, value in values.items() if value is not None for word in (name, value))]
     return words + ["--overwrite"] * overwrite + [word for setting in sets for word in ("--set", setting)]
@@ -159,7 +159,7 @@ def ended(folder: Path, code: int) -> None:
 @click.option("--run-dir", type=click.Path(path_type=Path))
 @click.argument("code", type=int)
 def requeue(times: int, run_dir: Path | None, code: int) -> None:
-    """Put the job into the queue again: the last line of the batch script of ``submit --requeue``."""
+    """Requeue the job: the last line of the batch script of ``submit --requeue``."""
     from hvd_train.launch import requeue as job
 
     sys.exit(job.requeue(code, times, run_dir))

@@ -65,7 +65,7 @@ def sweep(
     from hvd_train.sweep.results import report
     from hvd_train.sweep.rungs import ladder
 
-    # Read once without the parameters: a mistake in the file is named without a trial's values.
+    # Read once without the parameters, so that errors in the file are reported without a trial's values.
     here, folder = world(), Path(load_config(path, sets, run_dir=run_dir).run_dir)
     if collect:
         sys.exit(report(load(folder)))
@@ -80,7 +80,7 @@ def sweep(
         from hvd_train.sweep import local
 
         sys.exit(local.train_trials(whole, num_proc, launcher, resume))
-    # Groups of ranks that train side by side: all ranks are started once, and each runs this command again.
+    # Groups of ranks that train in parallel: all ranks are started once, and each runs this command again.
     if starts_ranks(num_proc):
         start_ranks(num_proc or 1, launcher, verbose)
     from hvd_train.sweep import ranks

@@ -1,4 +1,4 @@
-"""``hvd-train verify``, and a rank of it."""
+"""``hvd-train verify``, and one of its ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def verify(
 @click.argument("folder", type=click.Path(path_type=Path))
 @options.verbose
 def record(folder: Path, verbose: bool) -> None:
-    """One rank of verify."""
+    """Run one rank of verify."""
     from hvd_train.verify import record as job
 
     sys.exit(job.record(folder, verbose))

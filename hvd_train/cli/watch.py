@@ -11,7 +11,7 @@ import click
 if TYPE_CHECKING:
     from hvd_train.report.watch import WatchedRun
 
-SECONDS = 1.0  # between two looks at the files
+SECONDS = 1.0  # between polls of the files
 
 
 @click.command()
@@ -31,7 +31,7 @@ def watch(run_dir: Path, once: bool) -> None:
     from hvd_train.run_folder.terminal import on_terminal
 
     run = WatchedRun(run_dir)
-    with suppress(KeyboardInterrupt):  # whoever watches may leave at any time
+    with suppress(KeyboardInterrupt):  # the user may quit at any time
         if once:
             run.update()
             click.echo(f"{frame(run, *_size())}\n\n{run.state_words()}")
@@ -58,7 +58,7 @@ def _follow_drawn(run: WatchedRun) -> None:
 
     with Live(auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         while True:
-            ended = run.end()  # before the last look at the rows
+            ended = run.end()  # before the last read of the rows
             run.update()
             live.update(Text(f"{frame(run, *_size())}\n\n{ended or 'Ctrl-C leaves the run as it is'}"), refresh=True)
             if ended:
@@ -76,7 +76,7 @@ def _follow_in_lines(run: WatchedRun) -> None:
     while True:
         ended = run.end()
         if run.update():
-            shown = min(shown, len(run.rows))  # a run that was resumed repeats lines
+            shown = min(shown, len(run.rows))  # a resumed run repeats lines
             for line in news(run, shown):
                 click.echo(line)
             shown = len(run.rows)

@@ -1,4 +1,4 @@
-"""``hvd-train doctor`` on one host: what is here, what is missing and how to get it, and whether two ranks can talk."""
+"""``hvd-train doctor`` on one host: what is installed, what is missing, and whether two ranks can communicate."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from hvd_train.protocol import Communicator
 from hvd_train.rank.session import Session
 from hvd_train.report.tables import table
 
-SECONDS, RANKS = 300, 2  # a framework may load for minutes from a busy file server
+SECONDS, RANKS = 300, 2  # importing a framework from a busy file server may take minutes
 SIZES = {"4 KB": 1 << 10, "1 MB": 1 << 18, "32 MB": 1 << 23}  # name: float32 values
 REPEATS = {"4 KB": 20, "1 MB": 10, "32 MB": 3}
-# Run in a separate process: a framework that crashes while it loads must not take the doctor with it.
+# Run in a separate process, because a framework may crash during import.
 LOOK = """
 import importlib, json, sys
 package, module, horovod = sys.argv[1:]
@@ -47,7 +47,7 @@ print(json.dumps(out))
 
 def _look(framework: str) -> dict:
     record = FRAMEWORKS[framework]
-    # The variables are those of a rank, which change what is loaded and printed.
+    # Use a rank's environment variables, which affect what is loaded and printed.
     line = [sys.executable, "-P", "-c", LOOK, record.packages[0], record.module, record.horovod]
     env = {**os.environ, **record.settings, **record.quiet}
     try:
@@ -58,9 +58,9 @@ def _look(framework: str) -> dict:
 
 
 def doctor(verbose: bool) -> int:
-    """Print a table of what is installed, and try it; return the exit code.
+    """Print a table of what is installed, and test it. Returns the exit code.
 
-    0 means that at least one framework exchanges on two ranks and nothing that is installed is broken.
+    0 means that at least one framework works on two ranks, and nothing installed is broken.
     """
     rows: list[tuple[str, str, str]] = [
         ("Python", platform.python_version(), ""),
@@ -85,7 +85,7 @@ def doctor(verbose: bool) -> int:
     print(table(["what", "found", "what to do"], rows), flush=True)
     print(f"\nwhat each of {RANKS} ranks on this host gets (what you set yourself stays):", flush=True)
     print(table(["setting", "value", "chosen by"], _settings()), flush=True)
-    # Try each framework with each launcher that speaks the same library.
+    # Test each framework with each launcher of the same library.
     usable = [framework for framework, facts in all_facts.items() if "error" not in facts]
     print("\n2-rank allreduce on this host (the time of a call, and bytes / time):", flush=True)
     probes = [(f, one) for f in usable for one in startable() if _can(all_facts[f], one)]
@@ -98,7 +98,7 @@ def doctor(verbose: bool) -> int:
 
 
 def _settings() -> list[tuple[str, str, str]]:
-    """List what a rank of ``-np`` would choose: threads, binding, and variables of Horovod, MPI and the frameworks."""
+    """List the settings of a rank of ``-np``: threads, binding, and variables of Horovod, MPI and the frameworks."""
     rank = World(0, RANKS, 0, RANKS)
     count = threads("auto", rank)
     chosen = {k: v for framework in FRAMEWORKS for k, v in rank_settings(rank, framework, count, False).items()}
@@ -136,12 +136,12 @@ def _probe(framework: str, launcher: str, verbose: bool) -> tuple[str, ...]:
 
 
 def shown(seconds: Mapping[str, float]) -> list[str]:
-    """Return a cell of the table for each of ``SIZES``."""
+    """Return a table cell for each of ``SIZES``."""
     return [f"{1e3 * seconds[name]:.2f} ms, {4 * size / seconds[name] / 1e9:.2f} GB/s" for name, size in SIZES.items()]
 
 
 def probe(framework: str) -> int:
-    """Run one rank of the doctor's trial, whose sums are checked and then timed. Rank 0 prints JSON."""
+    """Run one rank of the doctor's test: check the sums of allreduces, and time them. Rank 0 prints JSON."""
     session = Session.prepare(framework)
     with session.opened() as communicator:
         seconds = reduced(communicator, session.module.cpu_ops())
@@ -154,7 +154,8 @@ def reduced(communicator: Communicator, ops: Any) -> dict[str, float]:
     """Return {name of ``SIZES``: median seconds of an allreduce}. Raises TrainError if a sum is wrong."""
     seconds = {}
     for name, size in SIZES.items():
-        # Rank r adds r + 1, so the sum is n (n + 1) / 2, exact in float32. A wrong sum is worse than none.
+        # Rank r adds r + 1, so the sum is n (n + 1) / 2, exact in float32. Checked, because a wrong sum is worse than
+        # none.
         x = ops.from_numpy(np.full(size, communicator.rank + 1, np.float32))
         total = ops.to_numpy(communicator.synchronize(communicator.allreduce_async(x, f"check {name}")))
         expected = communicator.size * (communicator.size + 1) / 2

@@ -25,9 +25,9 @@ from hvd_train.rank.session import Session
 from hvd_train.report.tables import aligned
 
 CLOCK_SECONDS = 1.0
-SHARED_SECONDS = 3.0  # for a file of another host to be seen
+SHARED_SECONDS = 3.0  # for another host's file to become visible
 SETUP = "run scripts/setup there, or share one environment"
-# What hosts must have in common: what to do where one differs from the first.
+# What must be equal on all hosts: what to do if one differs from the first.
 FIXES = {
     "Python": SETUP,
     "hvd_train": "install the same version there, or share one environment",
@@ -43,9 +43,9 @@ FIXES = {
 class Facts:
     """The facts about one host.
 
-    ``common``: {what: value} of what all hosts must have in common. ``interfaces``: (name, IPv4 address) of those that
-    lead to other hosts. ``file_system``: of the working folder. ``unshared``: why this host does not see a file that
-    the first host wrote there, "" if it does. ``links``: to the first host's interfaces, none on the first host.
+    ``common``: {what: value} that must be equal on all hosts. ``interfaces``: (name, IPv4 address) of those to other
+    hosts. ``file_system``: of the working folder. ``unshared``: why this host does not see the first host's file there,
+    "" if it does. ``links``: to the first host's interfaces, none on the first host.
     """
 
     host: str
@@ -62,7 +62,7 @@ class Facts:
 
     @property
     def best(self) -> Link | None:
-        """Return the link with the shortest round trip of those that answer, or None."""
+        """Return the answering link with the shortest round trip, or None."""
         return min((link for link in self.links if not link.error), key=lambda link: link.round_trip, default=None)
 
 
@@ -84,10 +84,10 @@ def hosts() -> int:
 
 
 def _gather(session: Session, communicator: Communicator) -> list[Facts]:
-    """Return the facts of every host, in the order of their first ranks. On all ranks together."""
+    """Return the facts of every host, in the order of their first ranks. Called on all ranks."""
     leads, addresses = communicator.local_rank == 0, interfaces()
     with ExitStack() as until:
-        # What all need first: which ranks lead a host, where the first host answers, which file it has written.
+        # First, for all: the first rank of each host, the first host's addresses, and the file that it has written.
         mine: dict[str, Any] = {"leads": leads, "interfaces": addresses}
         if communicator.rank == 0:
             mine |= {"token": (token := secrets.token_hex(32))}
@@ -96,7 +96,7 @@ def _gather(session: Session, communicator: Communicator) -> list[Facts]:
         everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(mine).encode(), "doctor")]
         leaders, first = [k for k, one in enumerate(everyone) if one["leads"]], everyone[0]
         links: list[Link] = []
-        for k in leaders[1:]:  # one after the other: each has the network for itself
+        for k in leaders[1:]:  # one after the other, so that each has the network to itself
             if communicator.rank == k:
                 key = first["token"].encode()
                 links = [measure(name, address, first["port"], key) for name, address in first["interfaces"]]
@@ -109,7 +109,7 @@ def _gather(session: Session, communicator: Communicator) -> list[Facts]:
 
 
 def _session() -> Session:
-    """Return a session with the first framework that is installed: any can carry this."""
+    """Return a session with the first installed framework; any will do."""
     for framework, record in FRAMEWORKS.items():
         if record.installed():
             return Session.prepare(framework)
@@ -134,7 +134,7 @@ def common(session: Session) -> dict[str, str]:
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """Return (name, IPv4 address) of the interfaces that are up and lead to other hosts."""
+    """Return (name, IPv4 address) of active interfaces to other hosts."""
     import psutil
 
     up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
@@ -147,7 +147,7 @@ def interfaces() -> list[tuple[str, str]]:
 
 
 def file_system(folder: Path) -> str:
-    """Return the kind of the file system that holds ``folder``: nfs4, lustre, ext4."""
+    """Return the file system type of ``folder``: nfs4, lustre, ext4."""
     import psutil
 
     mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
@@ -157,7 +157,8 @@ def file_system(folder: Path) -> str:
 
 @contextmanager
 def written(token: str) -> Iterator[tuple[str, str]]:
-    """Put a file with ``token`` into the working folder while the block lasts. Yields (name, "") or ("", why not)."""
+    """Put a file with ``token`` into the working folder for the duration of the block. Yields (name, "") or ("", why
+    not)."""
     try:
         file = tempfile.NamedTemporaryFile("w", prefix=".hvd-train-doctor-", dir=Path.cwd())  # noqa: SIM115
     except OSError as error:
@@ -189,7 +190,7 @@ def report(hosts: Sequence[Facts]) -> str:
     """Return the table of the hosts, the first one first, and the table of the links to it."""
     rows = []
     for k, facts in enumerate(hosts):
-        # The clock of the link with the shortest round trip is known best.
+        # The link with the shortest round trip gives the most accurate clock offset.
         offset = "0" if k == 0 else f"{1e3 * facts.best.offset:+.1f}" if facts.best else "?"
         named = ", ".join(f"{name} {address}" for name, address in facts.interfaces) or "none"
         shared = f"{facts.file_system}, {'not ' * bool(facts.unshared)}shared" if len(hosts) > 1 else facts.file_system
@@ -209,12 +210,12 @@ def _figures(link: Link) -> tuple[str, str]:
 
 
 def differences(hosts: Sequence[Facts]) -> list[str]:
-    """Return a line for each thing in which a host differs from the first: the host, what, and what to do."""
+    """Return a line for each difference from the first host: the host, what differs, and what to do."""
     first, lines = hosts[0], []
     if first.unshared:
         lines.append(f"{first.host}: working folder: {first.unshared}: start in a folder that all hosts share")
     for facts in hosts[1:]:
-        # Compared with the first host alone: n - 1 lines name all differences.
+        # Compared only with the first host, which shows all differences.
         for name, value in facts.common.items():
             if value != (expected := first.common[name]):
                 lines.append(f"{facts.host}: {name}: {value}, {first.host} has {expected}: {FIXES[name]}")

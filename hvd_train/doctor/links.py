@@ -1,4 +1,4 @@
-"""Measure one TCP connection between two hosts: round trip, bytes/s, and how far their clocks are apart.
+"""Measure a TCP connection between two hosts: round trip, bytes/s, and clock offset.
 
 The answering host listens on a free port. A client must send the token, which the ranks exchange over Horovod.
 """
@@ -37,7 +37,7 @@ class Link:
 
 
 class _Answers(socketserver.StreamRequestHandler):
-    """Read the token; answer pings with this host's clock; then count bytes to the end and answer with their number."""
+    """Reads the token, answers pings with this host's clock, then counts bytes until the end and sends their number."""
 
     timeout, disable_nagle_algorithm = ANSWER_SECONDS, True
 
@@ -59,7 +59,7 @@ class _Answers(socketserver.StreamRequestHandler):
 
 @contextmanager
 def answering(token: bytes) -> Iterator[int]:
-    """Answer on all interfaces until the block ends; gives the port."""
+    """Answer on all interfaces during the block. Yields the port."""
     with socketserver.ThreadingTCPServer(("", 0), _Answers) as server:
         server.daemon_threads, server.token = True, token  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
@@ -82,13 +82,14 @@ def measure(interface: str, address: str, port: int, token: bytes) -> Link:
                 link.sendall(b"?")
                 (theirs,) = struct.unpack("<d", answers.read(8))
                 took = time.perf_counter() - begun
-                # The shorter the round trip, the better is known when the other host read its clock: half way.
+                # The other host reads its clock about half way through the round trip, so the shortest one is most
+                # accurate.
                 if took < best:
                     best, offset = took, wall + took / 2 - theirs
             begun, piece = time.perf_counter(), bytes(PIECE)
             while time.perf_counter() < begun + STREAM_SECONDS:
                 link.sendall(piece)
-            # The other side counts to the end and answers, so bytes that still lie in buffers are not counted as sent.
+            # The other side counts the bytes and answers, so bytes still in buffers do not count as sent.
             link.shutdown(socket.SHUT_WR)
             (count,) = struct.unpack("<q", answers.read(8))
             return Link(interface, address, "", best, count / (time.perf_counter() - begun), offset)

@@ -1,4 +1,4 @@
-"""``fit --check``: all that comes before a training, then one step and one batch of an evaluation."""
+"""``fit --check``: all preparations of a training, then one step and one evaluation batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvd_train.run_folder.trackers import load
 
 
 def check(config: Config, resume: str | None, allow_change: Sequence[str], overwrite: bool, verbose: bool) -> int:
-    """Do what comes before a training, then one step and one batch of an evaluation; write nothing."""
+    """Prepare a training, run one step and one evaluation batch, and write nothing."""
     run_dir, occupied = Path(config.run_dir), ""
     if resume and config.model.init_from:  # the checkpoint has all weights
         config = config.model_copy(update={"model": config.model.model_copy(update={"init_from": None})})
@@ -32,7 +32,7 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
         try:
             layout.check_free(run_dir, resume, overwrite)
         except ConfigError as error:
-            # Nothing is written here, so go on. Without --check this would be refused, which the last line says.
+            # Continue, because nothing is written here. The last line says that ``fit`` would refuse this.
             occupied = str(error)
     with opened_job(config, verbose) as job:
         communicator, first = job.communicator, job.communicator.rank == 0
@@ -48,7 +48,7 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
         snapshot = collectively(communicator, find)
         job.config = job.config.model_copy(update={"swa": None})  # which begins with the last epochs
         update, _ = connect(job, config.exchange.compression)
-        # One step and one batch; no checkpoint is kept and nothing stops early.
+        # One step and one batch, without checkpoints or early stopping.
         data: dict[str, Any] = config.model_dump(mode="json")
         data |= {"max_steps": 1, "max_epochs": None, "limit_val_batches": 1, "agreement_every_n_steps": 1}
         data |= {"checkpoint": {"save_top_k": 0, "save_last": False}, "early_stopping": None, "swa": None}

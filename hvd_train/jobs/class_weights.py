@@ -1,4 +1,4 @@
-"""The weights of classes, as a number for each class: of names, and of how often the training data hold them."""
+"""Resolve ``task.class_weights``, given by class name or as ``balanced``, to a number for each class."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hvd_train.data.dataset import DataSet
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator, Field, Source
 
-PIECE = 4096  # labels that are read at once
+PIECE = 4096  # labels to read at a time
 WHERE = "task.class_weights"
 
 
 def with_class_weights(config: Config, data: DataSet, communicator: Communicator) -> Config:
-    """Return the configuration with a number for each class in ``task.class_weights``, if it has any.
+    """Return the configuration with ``task.class_weights``, if set, as a number for each class.
 
-    Rank 0 alone counts the labels: where a source gives them with the inputs only, it reads all samples once.
+    Only rank 0 counts the labels, reading all samples once if a source cannot give labels separately.
     """
     wanted, ignore, rank = config.task.class_weights, config.task.ignore_index, communicator.rank
     if wanted is None or not data.sample.labels:
@@ -58,12 +58,12 @@ def _numbers(wanted: Any, name: str, field: Field, data: DataSet, ignore: int) -
             where=WHERE,
             fix="give the weights by name, or leave the class out of data.classes and data.num_classes",
         )
-    # As scikit-learn: all classes together count as much, and the mean weight of a sample is 1.
+    # As in scikit-learn: each class has the same total weight, and the mean weight of a sample is 1.
     return (counts.sum() / (real.sum() * np.where(real, counts, np.inf))).tolist()
 
 
 def class_counts(source: Source, name: str, classes: int, ignored: int | None = None) -> np.ndarray:
-    """Count the labels of each class (classes,); places without a label, or with the ``ignored`` one, do not count."""
+    """Count the labels of each class (classes,), except missing and ``ignored`` ones."""
     counts = np.zeros(classes)
     read = getattr(source, "label", None) or (lambda name, places: source.fetch(places)[1][name])
     for start in range(0, len(source), PIECE):

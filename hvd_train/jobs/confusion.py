@@ -1,4 +1,4 @@
-"""Which classes a model takes for which: the confusion matrix of a trained model."""
+"""The confusion matrix of a trained model."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from hvd_train.protocol import Batch, Field, one_or_all
 from hvd_train.report.plots import matrix
 from hvd_train.report.tables import table
 
-MOST_CLASSES = 20  # of which the terminal shows the whole matrix
-MOST_PAIRS = 20  # of more classes it shows so many pairs
+MOST_CLASSES = 20  # up to which the terminal shows the whole matrix
+MOST_PAIRS = 20  # number of pairs shown for more classes
 LEFT_OUT = "leave it out; predict writes what the model gives"
 
 
 def confusion(job: Job) -> np.ndarray:
-    """Count (K, K) over all ranks' samples of the job's split: row i, column j: class i was taken for class j.
+    """Return the confusion matrix (K, K) over all ranks' samples of the job's split; row: true class, column: predicted
+    class.
 
-    Where each place of a sample has a label, places are counted; those without one are left out.
+    Labels of tokens or pixels count one by one; unlabelled ones are left out.
     """
     field, classes = label_of(job)
     counts = np.zeros((classes, classes))
@@ -36,7 +37,7 @@ def confusion(job: Job) -> np.ndarray:
 
 
 def show(counts: np.ndarray, names: Sequence[str], picture: Path) -> str:
-    """Draw the matrix; return it as a table, or of many classes the pairs that are confused most often."""
+    """Draw the matrix. Returns it as a table or, with many classes, the most frequently confused pairs."""
     matrix(counts, names, picture)
     whole = [[int(count) for count in row] for row in counts]
     if len(names) <= MOST_CLASSES:
@@ -55,9 +56,9 @@ def names_of(job: Job, option: str = "--confusion") -> list[str]:
 
 
 def label_of(job: Job, option: str = "--confusion") -> tuple[Field, int]:
-    """Return the only label and its number of classes. Raises ConfigError, which names ``option``, if there is none.
+    """Return the only label field and its number of classes. Raises ConfigError (naming ``option``) without one.
 
-    Labels of images are classes whatever the loss is. A loss of distances takes them for numbers all the same.
+    Image labels count as classes whatever the loss is, although a regression loss uses them as numbers.
     """
     labels, losses = job.data.sample.labels, [loss for loss, _ in job.config.task.terms.values()]
     field = one_or_all(labels)
@@ -70,9 +71,9 @@ def label_of(job: Job, option: str = "--confusion") -> tuple[Field, int]:
 
 
 def logits_of(job: Job, batch: Batch, classes: int, option: str = "--confusion") -> np.ndarray:
-    """Compute a logit of each class for the labels (n, ...) of a batch, (n, ..., at least ``classes``).
+    """Compute the logits (n, ..., at least ``classes``) for the labels (n, ...) of a batch.
 
-    A model that gives one number for yes or no gives the logit of class 1, and that of class 0 is 0.
+    The single output of a binary model is the logit of class 1; that of class 0 is then 0.
     """
     outputs = job.frontend.predict(job.frontend.to_device(batch))
     outputs = one_or_all(outputs) if isinstance(outputs, dict) else outputs
@@ -90,21 +91,21 @@ def logits_of(job: Job, batch: Batch, classes: int, option: str = "--confusion")
 
 
 def classes_of(labels: np.ndarray, field: Field) -> np.ndarray:
-    """Return labels as classes: 1 is what says yes, also of shares as from a mask that was resized."""
+    """Return labels as classes. Fractional binary labels, as of a resized mask, become 0 or 1."""
     return labels if field.classes else says_yes(labels).astype(np.int64)
 
 
 def labeled(job: Job, labels: np.ndarray, field: Field, classes: int) -> np.ndarray:
-    """Return where labels are classes; ``task.ignore_index`` is not one, also where it lies among their numbers."""
+    """Return a mask of labels that are classes. ``task.ignore_index`` is never one, even within their range."""
     ignored = (labels == job.config.task.ignore_index) if field.masked else np.zeros(labels.shape, bool)
     return (labels >= 0) & (labels < classes) & ~ignored
 
 
 def _pairs(job: Job, batch: Batch, field: Field, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the true and the predicted class of each place that has a label, (places,) each."""
+    """Return the true and the predicted class of each labelled token, pixel or sample, (labels,) each."""
     labels = classes_of(one_or_all(dict(batch.labels))[: batch.count].reshape(-1), field)
     predicted = logits_of(job, batch, classes).argmax(-1).reshape(-1)
     there = labeled(job, labels, field, classes)
-    # A model may have more outputs than there are classes: what is none of them is left out.
+    # A model may have more outputs than there are classes: ignore the others.
     there &= predicted < classes
     return labels[there].astype(int), predicted[there]

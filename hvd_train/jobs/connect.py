@@ -1,4 +1,4 @@
-"""The update of a job: from gradients to new weights, between its front-end and the network."""
+"""Build a job's update (from gradients to new weights) and connect it to the front-end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from hvd_train.update.state import read
 
 
 def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0) -> tuple[Update, str]:
-    """Build the update and connect it to the front-end; return it and the compression, measured where ``auto``.
+    """Build the update and connect it to the front-end. Returns it and the compression, which ``auto`` chooses by
+    measuring.
 
-    ``user_hooks``: code of the user is called between steps, and may change weights; ``epoch``: the one (from 0) that
-    says which weights are frozen.
+    ``user_hooks``: user code runs between steps, and may change weights. ``epoch``: determines (from 0) which weights
+    are frozen.
     """
     config, frontend, groups = job.config, job.frontend, job.frontend.groups
     rules = _freeze(job, epoch) if config.optim.groups else []
@@ -52,13 +53,13 @@ def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0
             world=groups.world,
         )
 
-    # In shared memory, what a hook does to the weights on each of N ranks would be done N times.
+    # With weights in shared memory, a hook's change to them would be applied N times.
     update = make_update(options, frontend, build, Serial(), config.update_spec, share_memory=not user_hooks)
     return averaged(config, update, frontend), compression
 
 
 def _freeze(job: Job, epoch: int) -> list[Rule]:
-    """Freeze the weights that are not trained in this epoch; return the rules of the others, in their order."""
+    """Freeze the weights that are not trained in this epoch. Returns the rules of the others, in order."""
     frontend = job.frontend
     if job.parameter_groups is None:
         job.parameter_groups = ParameterGroups(job.config.optim, frontend.specs())
@@ -67,7 +68,7 @@ def _freeze(job: Job, epoch: int) -> list[Rule]:
 
 
 def unfreeze(job: Job, trainer: Training, user_hooks: bool) -> None:
-    """Train further weights from this epoch on, where ``optim.groups`` says so; slots and residuals of others go on."""
+    """Unfreeze weights from this epoch on as in ``optim.groups``, keeping the others' optimizer state and residuals."""
     groups, progress = job.parameter_groups, trainer.progress
     if groups is None or groups.phase(progress.epoch) == progress.phase:
         return
@@ -76,7 +77,7 @@ def unfreeze(job: Job, trainer: Training, user_hooks: bool) -> None:
     slots, residuals = (read(before.state(), kind) for kind in (Placement.REPLICATED, Placement.PER_RANK))
     old = _bucket_names(frontend, before)
     trainer.update, _ = connect(job, trainer.compression, user_hooks, progress.epoch)
-    # The buckets of a rule are the same, whatever others there are, but have other numbers.
+    # The buckets of a rule do not depend on other rules, but are renumbered.
     places = {names: b for b, names in enumerate(_bucket_names(frontend, trainer.update))}
     trainer.update.load(slots, Placement.REPLICATED)
     split = {key: key.split("/") for key in residuals}

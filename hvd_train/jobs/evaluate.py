@@ -1,4 +1,4 @@
-"""The scores of a checkpoint: ``hvd-train eval``."""
+"""Evaluate a checkpoint: ``hvd-train eval``."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def evaluate(
     confused: Path | None = None,
     wrong: Path | None = None,
 ) -> int:
-    """Score a checkpoint over every sample of a split, exactly once; rank 0 prints one line of JSON.
+    """Evaluate a checkpoint over every sample of a split, exactly once. Rank 0 prints one line of JSON.
 
-    Without ``split``: the validation part of the run's data, and all samples of other data. ``confused``,
-    ``wrong``: pictures of the confusion matrix and of the worst mistakes, which are printed, too.
+    Without ``split``: the validation split of the run's data, or all samples of other data. ``confused``, ``wrong``:
+    image files for the confusion matrix and the worst errors, which are also printed.
     """
     with trained_job(config, which, split, verbose) as job:
-        names = names_of(job) if confused else []  # refuses what has no classes, before any work
+        names = names_of(job) if confused else []  # raises early for data without classes
         if wrong:
             check_images(job)
-        # Sums and counts are added over ranks, so the split may be divided unevenly.
+        # Sums and counts are added over ranks, so ranks may have different numbers of samples.
         result = evaluate_batches(job.frontend, job.loader(job.split).evaluation())
         if job.communicator.rank == 0:
             say(json.dumps({"split": job.split, **numbers(result)}))

@@ -1,4 +1,4 @@
-"""A trained checkpoint as a file that needs no hvd_train: ``hvd-train export``."""
+"""Write a trained checkpoint as a file that needs no hvd_train: ``hvd-train export``."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from hvd_train.run_folder.terminal import say
 NATIVE = {framework.format: framework for framework in FRAMEWORKS.values() if framework.format}
 ENDINGS = {to: framework.ending for to, framework in NATIVE.items()}
 ENDINGS |= {"torch-export": ".pt2", "onnx": ".onnx", "safetensors": ".safetensors"}
-# Which framework builds a model of the zoo. ONNX goes through PyTorch: weights cross by their canonical names.
+# The framework that builds a built-in model. ONNX uses PyTorch, with weights converted by their canonical names.
 BUILDERS = NATIVE | {"torch-export": PYTORCH, "onnx": PYTORCH}
-# The numbers of a built-in data set; others give them as they are stored, bytes divided by 255.
+# The scaling of a built-in data set; others give stored values, with bytes divided by 255.
 SCALES = {
     "digits": "from 0 to 1",
     "idx": "from 0 to 1",
@@ -48,9 +48,9 @@ def export(
     verbose: bool,
     foreign: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Write the checkpoint ``which`` in the format ``to``; print what the file takes and gives, and how to open it.
+    """Write the checkpoint ``which`` in the format ``to``. Prints the file's inputs and outputs, and how to load it.
 
-    ``foreign``: keys of the configuration that name code which the caller has not named; none of it is imported.
+    ``foreign``: configuration keys with code that the caller has not named, which is not imported.
     """
     here = world()
     if here.size > 1:
@@ -60,7 +60,7 @@ def export(
     _check_place(output, to, overwrite)
     framework = _builder(config, to)
     snapshot = choose_checkpoint(config, which)
-    # Neither the data nor their transforms are opened.
+    # Neither the data nor their transforms are loaded.
     refuse_foreign({key: name for key, name in foreign.items() if key == "model.name" and framework}, config.run_dir)
     look_in(config.code_dir)
     trained = _trained(config, snapshot)
@@ -127,7 +127,7 @@ def _trained(config: Config, snapshot: store.Snapshot) -> Trained:
 
 
 def _names(sample: Sample) -> dict[str, str]:
-    """Return the names of classes, in the order of their numbers, of columns, and of a model's outputs, as JSON."""
+    """Return the names of classes (in order of their numbers), columns and outputs, as JSON."""
     classes = {name: field.names for name, field in sample.labels.items() if field.names}
     columns = {name: field.columns for name, field in sample.inputs.items() if field.columns}
     outputs = {name: field.columns for name, field in sample.labels.items() if field.columns and not field.classes}
@@ -141,7 +141,7 @@ def _listed(numbers: tuple[float, ...]) -> str:
 
 
 def _signature(trained: Trained, done: Exported, framework: Framework) -> str:
-    """Describe the inputs and outputs of the file: shapes, types, order of axes, scale of the numbers."""
+    """Describe the inputs and outputs of the file: shapes, dtypes, axis order, scaling."""
     channels = "channels first, " if framework.channels_first else "channels last, "
     inputs = []
     for name, (shape, dtype) in done.inputs.items():
@@ -159,7 +159,7 @@ def to_safetensors(trained: Trained, channels_first: bool) -> Exported:
 
     load = "import safetensors.numpy; weights = safetensors.numpy.load_file({path})"
     kinds = trained.inputs(trained.dtype)
-    # Samples are channels last: (height, width, channels). The file says how the framework that trained takes them.
+    # Samples are channels last: (height, width, channels). The file gives the axis order of the framework that trained.
     inputs = {
         name: ((field.shape[-1], *field.shape[:-1]) if channels_first and field.image else field.shape, kinds[name])
         for name, field in trained.sample.inputs.items()
@@ -168,7 +168,7 @@ def to_safetensors(trained: Trained, channels_first: bool) -> Exported:
 
 
 def _check_place(output: Path, to: str, overwrite: bool) -> None:
-    """Refuse an ending that the framework would not load, and files that exist already, before any work."""
+    """Raise ConfigError for a suffix that the framework cannot load, or an existing file, before any work."""
     if to in NATIVE and NATIVE[to].loads_by_ending and output.suffix != NATIVE[to].ending:
         what = f"{to.capitalize()} loads only files that end in {NATIVE[to].ending}"
         raise ConfigError(what, where=f"-o {output}", fix="change the ending")

@@ -1,4 +1,4 @@
-"""A range test of the learning rate (Smith 2017): it grows from step to step until the loss grows with it."""
+"""Learning rate range test (Smith 2017): increase the rate each step until the loss grows."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from hvd_train.report.plots import range_test
 from hvd_train.run_folder.log import NullLog
 from hvd_train.run_folder.terminal import say
 
-MEMORY = 0.9  # of the running mean of losses: of one step they are too noisy to be told apart
-TOO_HIGH = 4.0  # times the lowest loss: training has diverged, and higher rates show nothing
-SHARE = 0.2  # of the steps lies in the piece over which a slope is taken
-LEAST = 5  # steps of such a piece
-NOISE = 5.0  # deviations of a slope by chance: of 2,000 tests of 40 steps in which nothing learns, one is above
-ROUNDING = 1e-6  # of the first loss: smaller steps of it are no fall
+MEMORY = 0.9  # of the running mean of losses, because losses of single steps are too noisy
+TOO_HIGH = 4.0  # factor on the lowest loss above which training has diverged, so that the test ends
+SHARE = 0.2  # share of the steps over which a slope is fitted
+LEAST = 5  # minimum steps for a slope
+NOISE = 5.0  # significance of a slope in standard deviations: exceeded by 1 of 2,000 tests of 40 steps without learning
+ROUNDING = 1e-6  # share of the first loss; smaller decreases do not count
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates that are tried: ``steps`` of them, each larger than the one before by the same factor."""
+    """The rates to try: ``steps`` values in geometric progression."""
 
     first: float
     last: float
@@ -47,7 +47,7 @@ class Rates:
 
 
 class RangeTest(Training):
-    """A training whose learning rate grows with each step."""
+    """A training whose learning rate increases every step."""
 
     rates: Rates
 
@@ -56,11 +56,11 @@ class RangeTest(Training):
 
 
 def suggestion(rates: list[float], losses: list[float]) -> float | None:
-    """Return the rate at which the loss falls fastest, over the logarithm of the rate; None: it only varies.
+    """Return the rate at which the loss falls fastest against log(rate); None if there is only noise.
 
-    ``losses``: of each step. The slope at a rate is that of a line through the losses around it (least squares). Losses
-    after the lowest piece do not count: there training has diverged, and a loss that was very high falls fast. The
-    noise of a loss is taken from its changes from step to step.
+    ``losses``: of each step. The slope at a rate is a least-squares fit to the losses around it. Losses after the
+    lowest window do not count, because after divergence a very high loss may fall fast. The noise is estimated from
+    differences of successive losses.
     """
     width = max(LEAST, int(SHARE * len(losses)) | 1)
     if width > len(losses):
@@ -69,7 +69,7 @@ def suggestion(rates: list[float], losses: list[float]) -> float | None:
     fall = np.array(losses[: int(np.argmin(means)) + width])
     places = np.arange(width) - (width - 1) / 2
     slopes = np.convolve(fall, places[::-1], "valid") / (places @ places)
-    # A change of two losses deviates by sqrt(2) of one; the median of normal numbers' sizes is 0.6745 deviations.
+    # A difference has sqrt(2) times the deviation of one loss; the median absolute normal value is 0.6745 deviations.
     noise = float(np.median(np.abs(np.diff(losses)))) / 0.6745 / math.sqrt(2)
     noise = max(noise, ROUNDING * abs(losses[0]))
     best = int(np.argmin(slopes))
@@ -77,7 +77,7 @@ def suggestion(rates: list[float], losses: list[float]) -> float | None:
 
 
 def smooth(losses: list[float]) -> list[float]:
-    """Return the running means of losses, without the bias towards the zero that they begin with."""
+    """Return the exponential running means of losses, corrected for their start at zero."""
     means, mean = [], 0.0
     for count, loss in enumerate(losses, 1):
         mean = MEMORY * mean + (1 - MEMORY) * loss
@@ -86,7 +86,7 @@ def smooth(losses: list[float]) -> list[float]:
 
 
 def find_lr(config: Config, rates: Rates, picture: Path | None, verbose: bool) -> int:
-    """Try the rates on all ranks, print a suggestion for ``optim.lr``, draw the picture; write nothing else."""
+    """Try the rates on all ranks, print a suggestion for ``optim.lr``, and draw the picture."""
     data: dict[str, Any] = config.model_dump(mode="json")
     data |= {"max_steps": rates.steps, "max_epochs": None, "early_stopping": None, "swa": None, "on_nonfinite": "stop"}
     data["optim"] |= {"plateau": None}
@@ -107,7 +107,7 @@ def find_lr(config: Config, rates: Rates, picture: Path | None, verbose: bool) -
 
 
 def _try(job: Job, rates: Rates) -> tuple[list[float], list[float]]:
-    """Make a step with each rate, until the loss has become too high; return (rates, losses), equal on all ranks."""
+    """Run a step with each rate until the loss is too high. Returns (rates, losses), equal on all ranks."""
     config = job.config
     update, compression = connect(job, config.exchange.compression)
     log, source = NullLog(), StopSource()
@@ -123,7 +123,7 @@ def _try(job: Job, rates: Rates) -> tuple[list[float], list[float]]:
         local = np.sum([job.frontend.ops.to_numpy(x) for x in sums], axis=0)
         total = ordered_sum(local, training.groups.sums)
         loss = task.results(total)["loss"]
-        if math.isnan(loss) and task.finite(total):  # no label counts in this batch
+        if math.isnan(loss) and task.finite(total):  # this batch has no label that counts
             continue
         if not math.isfinite(loss) or (losses and smooth([*losses, loss])[-1] > TOO_HIGH * min(smooth(losses))):
             break
@@ -136,7 +136,7 @@ def _try(job: Job, rates: Rates) -> tuple[list[float], list[float]]:
 
 
 def _steps(training: Training) -> Iterator[Step]:
-    """Yield the batches of as many epochs as it takes."""
+    """Yield the batches of as many epochs as needed."""
     p = training.progress
     while True:
         with closing(training.train_loader.epoch(p.epoch, 0)) as steps:
@@ -148,8 +148,8 @@ def _steps(training: Training) -> Iterator[Step]:
 
 
 def _lines(tried: list[float], means: list[float], rate: float | None, factor: float) -> list[str]:
-    """Describe the result. ``factor``: what ``optim.lr_scaling`` makes of ``optim.lr``."""
-    first = min(LEAST, len(means) - 1)  # running means before it are of few losses
+    """Describe the result. ``factor``: of ``optim.lr_scaling`` on ``optim.lr``."""
+    first = min(LEAST, len(means) - 1)  # earlier running means cover too few losses
     lowest = first + int(np.argmin(means[first:]))
     lines = [
         f"{amount(len(tried), 'step')}, learning rate {tried[0]:.1e} to {tried[-1]:.1e}; "
@@ -163,7 +163,7 @@ def _lines(tried: list[float], means: list[float], rate: float | None, factor: f
 
 
 def _of_groups(optim: OptimConfig, rate: float) -> list[str]:
-    """Say which rates of ``optim.groups`` belong to the suggested ``optim.lr``; they were tried at their ratio."""
+    """List the rates of ``optim.groups`` for the suggested ``optim.lr``, at the ratio that was tested."""
     rates = [
         f"optim.groups.{number}.lr to {rate * group.lr / optim.lr:.2g}"
         for number, group in enumerate(optim.groups)

@@ -1,4 +1,4 @@
-"""Train: lock the run folder, find the checkpoint to go on from, run the loop, print the start and the end."""
+"""Train: lock the run folder, find the checkpoint to resume from, run the loop, print the start and the end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def fit(
     until: int | None = None,
     quiet: bool = False,
 ) -> int:
-    """Train, and leave a run folder on rank 0; return the exit code. ``quiet``: print the last line alone."""
+    """Train, with a run folder on rank 0. Returns the exit code. ``quiet``: print only the last line."""
     code, listener.run_dir = 0, Path(config.run_dir)
     faults.arm(world().rank)
     opening = opened_job(config, verbose, resume, progress=not quiet)
@@ -64,7 +64,7 @@ def fit(
             train(job, resume, allow_change, overwrite, lock, hooks, stop_source=listener, until=until, quiet=quiet)
         except Interrupted as error:
             code = error.exit_code
-        # From here on signals are ignored: ranks end one by one, and launchers send signals to the last ones.
+        # Ignore signals from here on: ranks end one by one, and launchers send signals to the last ones.
         listener.finish(code)
     listener.report_end(code=code)
     return code
@@ -72,7 +72,7 @@ def fit(
 
 @contextmanager
 def locked_run_folder(config: Config, resume: str | None, overwrite: bool) -> Iterator[Lock | None]:
-    """Lock the run folder on rank 0, if it is free for this run."""
+    """Lock the run folder on rank 0 if this run may use it."""
     if world().rank:
         yield None
         return
@@ -95,13 +95,13 @@ def train(
     until: int | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Train an opened job, to its end or to epoch ``until``; return the summary, equal on all ranks.
+    """Train an opened job to its end or to epoch ``until``. Returns the summary, equal on all ranks.
 
-    Everything is read and checked, on all ranks, before anything of the run folder is changed. ``user_hooks``: of
-    ``hooks`` some are the user's. Raises Interrupted.
+    All ranks read and check everything before the run folder changes. ``user_hooks``: some ``hooks`` are the user's.
+    Raises Interrupted.
     """
     config, communicator, run_dir = job.config, job.communicator, Path(job.config.run_dir)
-    # A training from Python listens to no signals: its process is the user's, and does not end because of a file.
+    # Training from Python handles no signals, and must not end the user's process because of a file.
     log = _log_of(job, lock, quiet, FileWatch(config.watchdog_s, end_at_once if stop_source else None))
 
     def find() -> Snapshot | None:
@@ -111,7 +111,7 @@ def train(
 
     with long_step("preparing the training", communicator.rank == 0 and not quiet):
         trackers = collectively(communicator, lambda: load(config.loggers if communicator.rank == 0 else []))
-        # Before the weights, which a hook of the user may change: then ranks share no memory.
+        # Before the weights, because with user hooks, which may change them, ranks must not share memory.
         of_config = collectively(communicator, lambda: hooks_of(config))
         snapshot = collectively(communicator, find)
         user_hooks = user_hooks or bool(of_config)
@@ -133,7 +133,7 @@ def train(
     log.message("\n".join(start))
     if communicator.rank == 0 and ":" in config.model.name and not job.session.links:
         warn_of_probabilities(job, log)
-    keeps_memory = keep_memory()  # not before: what setting up frees is to go back to the kernel
+    keeps_memory = keep_memory()  # not before, so that memory freed during setup returns to the kernel
     if isinstance(log, RunLog):
         log.trackers = Trackers(trackers, TrackedRun(run_dir, dict(leaves(config.resolved().model_dump(mode="json")))))
         log.files = _files(job, compression, keeps_memory)
@@ -166,7 +166,7 @@ def _log_of(job: Job, lock: Lock | None, quiet: bool, watch: FileWatch) -> RunLo
 
 
 def _run(trainer: Trainer, log: RunLog | NullLog) -> dict[str, Any]:
-    """Train, and write the end of the run; return the summary. Raises Interrupted."""
+    """Train, and write the end of the run. Returns the summary. Raises Interrupted."""
     communicator = trainer.communicator
     log.waits_for("the first step")
     try:
@@ -185,31 +185,32 @@ def _run(trainer: Trainer, log: RunLog | NullLog) -> dict[str, Any]:
 
 
 def _compression_of(job: Job, snapshot: Snapshot | None) -> str:
-    """Return the compression to connect with, on all ranks; rank 0 has the snapshot."""
+    """Return the compression to use, on all ranks. Rank 0 has the snapshot."""
     compression: str = job.config.exchange.compression
-    # ``auto`` keeps that with which the run began: measured today, it could be another one.
+    # ``auto`` keeps the run's first choice, because a new measurement could choose another one.
     if snapshot and compression == "auto":
         compression = snapshot.meta["compression"]
     return job.communicator.broadcast_bytes(compression.encode()).decode()
 
 
 def _phase_of(job: Job, snapshot: Snapshot | None) -> int:
-    """Return the epoch since which the weights are trained whose slots the snapshot has; rank 0 has it."""
+    """Return the epoch since which the snapshot's trained weights have been the same (optim.groups). Rank 0 has the
+    snapshot."""
     phase = snapshot.progress.phase if snapshot else 0
     return int(job.communicator.broadcast_bytes(str(phase).encode()))
 
 
 def _rank_check(job: Job) -> list[Hook]:
-    """Return the hook that looks whether fewer ranks are faster, where all compute on the cores of one host."""
+    """Return the hook that checks whether fewer ranks are faster, if all use the cores of one host."""
     communicator, config = job.communicator, job.config
     on_cpu = config.device == "cpu" or (config.device == "auto" and not job.session.module.gpus())
     one_host = communicator.size == communicator.local_size
-    several = communicator.size > 1 and not job.session.links  # stages are there for their memory
+    several = communicator.size > 1 and not job.session.links  # pipeline stages are used to save memory
     return [FewerRanksAdvice(job.session.threads)] if on_cpu and one_host and several else []
 
 
 def _files(job: Job, compression: str, keeps_memory: bool) -> dict[str, Any]:
-    """Return what the run folder keeps of its start: configuration, environment, vocabulary."""
+    """Return the files written at the start of a run: configuration, environment, vocabulary."""
     environment = {"versions": versions(job.config), **job.session.settings}
     environment |= {"compression": compression, "keeps_freed_memory": keeps_memory}
     files: dict[str, Any] = {"config.yaml": resolved_yaml(job.config.resolved()), "environment.json": environment}
@@ -219,7 +220,7 @@ def _files(job: Job, compression: str, keeps_memory: bool) -> dict[str, Any]:
 
 
 def _thread_check(job: Job) -> list[Hook]:
-    """Return the hook that tries whether one thread is faster, where ``auto`` chose several."""
+    """Return the hook that checks whether one thread is faster, if ``auto`` chose several."""
     threads = job.session.settings.get("threads", 1)
     by = job.session.settings.get("environment", {}).get("OMP_NUM_THREADS", {}).get("chosen_by")
     chosen = job.config.threads == "auto" and by == "hvd_train" and job.config.device != "cuda"

@@ -1,4 +1,4 @@
-"""``model.init_from``: the first weights of a run from a checkpoint or a file, with a table of what was taken."""
+"""``model.init_from``: load initial weights from a checkpoint or a file, and print a table of what was loaded."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from hvd_train.jobs.resume import saved_vocabulary
 from hvd_train.protocol import Field, Sample, Tree, WeightNames
 from hvd_train.update.parameter_groups import matches
 
-SHOWN = 20  # rows of the table of each kind
+SHOWN = 20  # maximum rows of the table for each kind
 NO_PLACE = "Keras numbered its layer after others, and the model has none in its place"
-UNUSED = "num_batches_tracked"  # PyTorch's count, which no arithmetic uses
+UNUSED = "num_batches_tracked"  # PyTorch's batch counter, which is not used in computations
 
 
 @dataclass
 class WeightFile:
-    """``arrays`` by the file's names, with dots; ``place``: where they are in a file of several sets.
+    """The weights of a file. ``arrays``: by the file's names, with dots. ``place``: position in a file with several
+    sets.
 
-    ``canonical``: names and axes are those of our checkpoints; ``origin``: the framework and the model of these, where
-    they are known. ``sample``, ``vocabulary``: of the run, where the file is one of its checkpoints. ``here``: {name in
-    the file: name of the front-end; "": none}, where these may differ.
+    ``canonical``: with the names and axes of our checkpoints. ``origin``: framework and model, if known. ``sample``,
+    ``vocabulary``: of the run, if the file is a checkpoint. ``here``: {name in the file: the front-end's name, "" for
+    none}, if they may differ.
     """
 
     arrays: Tree
@@ -50,7 +51,8 @@ class WeightFile:
 
 @dataclass
 class Initialization:
-    """``loaded``: by keys of the front-end's state, ready to load; others: {name: why}."""
+    """The result of matching names. ``loaded``: by keys of the front-end's state, ready to load. Others: {name:
+    why}."""
 
     loaded: Tree = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
@@ -58,10 +60,11 @@ class Initialization:
 
 
 def initialize(config: Config, model: WeightNames, data: DataSet) -> list[str]:
-    """Give this rank's model the weights of ``model.init_from``; return lines that say what was taken, left and why.
+    """Load the weights of ``model.init_from`` into this rank's model. Returns lines about what was loaded, what not,
+    and why.
 
-    They also say where numbers of classes, columns or tokens mean other things in ``data`` than in the file's run. Rank
-    0 calls it: all ranks get rank 0's weights when the training begins.
+    They also report class numbers, columns or token ids that have another meaning in ``data`` than in the file's run.
+    Called on rank 0, whose weights all ranks get when training begins.
     """
     options = config.model.init_from
     assert options
@@ -96,7 +99,7 @@ def initialize(config: Config, model: WeightNames, data: DataSet) -> list[str]:
 
 
 def _shape(alias: tuple[str, Any], state: Tree) -> tuple[int, ...]:
-    """Return the shape that an array of a file must have."""
+    """Return the shape that an array in the file must have."""
     key, layout = alias
     return layout.native_shape if layout else state[key].shape
 
@@ -104,7 +107,7 @@ def _shape(alias: tuple[str, Any], state: Tree) -> tuple[int, ...]:
 def _fitting(
     file: WeightFile, aliases: Mapping[str, tuple[str, Any]], state: Tree, rename: Mapping[str, str]
 ) -> list[str]:
-    """Return the names of arrays that have a weight of their name and shape in the model."""
+    """Return the names of arrays that match a weight of the model by name and shape."""
     renamed, _ = _renamed(file, rename)
     here = {name: aliases[renamed[name]] for name in file.arrays if renamed[name] in aliases}
     return [name for name, alias in here.items() if file.arrays[name].shape == _shape(alias, state)]
@@ -113,9 +116,9 @@ def _fitting(
 def _better_rename(
     file: WeightFile, aliases: Mapping[str, tuple[str, Any]], state: Tree, rename: Mapping[str, str]
 ) -> tuple[int, dict[str, str]]:
-    """Return how many more arrays fit with a line of ``rename`` more, and ``rename`` with this line.
+    """Return how many more arrays match with one more line of ``rename``, and ``rename`` with this line.
 
-    The line takes away what stands before all names in the file (``module.``), or adds what stands before those here.
+    The line removes a prefix of all names in the file (``module.``), or adds the prefix of the model's names.
     """
     fitting = set(_fitting(file, aliases, state, rename))
     lines: Counter[tuple[str, str]] = Counter()
@@ -139,9 +142,9 @@ def assign(
     rename: Mapping[str, str],
     where: str,
 ) -> Initialization:
-    """Decide, for each array of the file and each of the model, whether it is taken.
+    """Match the arrays of the file with those of the model.
 
-    ``aliases``: {name as the file has it: (key of ``state``, layout of the file's axes or None)}.
+    ``aliases``: {name in the file: (key of ``state``, layout of the file's axes or None)}.
     """
     done = Initialization()
     renamed, used = _renamed(file, rename)
@@ -151,7 +154,7 @@ def assign(
     for pattern in exclude:
         if not any(matches(pattern, name) for name in keys.values()):
             raise _unmatched(pattern, "exclude", list(keys.values()), where)
-    took: dict[str, str] = {}  # name here that each of ``loaded`` came under
+    took: dict[str, str] = {}  # {key in ``loaded``: name under which it matched}
     excluded = {key for key, name in keys.items() if any(matches(pattern, name) for pattern in exclude)}
     for name, array in file.arrays.items():
         key, layout = aliases.get(renamed[name], ("", None))
@@ -186,7 +189,7 @@ def assign(
 
 
 def _check_kind(name: str, array: np.ndarray, kind: np.dtype, where: str) -> None:
-    """Refuse numbers of another kind than the model's: the codes of a quantized model are not its weights."""
+    """Refuse dtypes of another kind than the model's: the codes of a quantized model are not its weights."""
     fractions = np.issubdtype(kind, np.inexact)
     if array.dtype.kind in ("fc" if kind.kind == "c" else "f") if fractions else _survives(array, kind):
         return
@@ -197,13 +200,13 @@ def _check_kind(name: str, array: np.ndarray, kind: np.dtype, where: str) -> Non
 
 
 def _survives(array: np.ndarray, kind: np.dtype) -> bool:
-    """Return whether numbers stay what they are in a type of whole numbers."""
+    """Return whether conversion to an integer dtype keeps all values."""
     with np.errstate(invalid="ignore"):
         return array.dtype.kind != "c" and np.array_equal(array.astype(kind), array)
 
 
 def _renamed(file: WeightFile, rename: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
-    """Return {name: name here}, by the first pattern that matches, and the patterns that matched."""
+    """Return {name: name in the model}, by the first matching pattern, and the patterns that matched."""
     renamed, used = {}, set()
     for name in file.arrays:
         pattern, renamed[name] = _given(name, rename) or ("", file.here.get(name, name))
@@ -231,7 +234,7 @@ def _unmatched(pattern: str, key: str, names: list[str], where: str) -> ConfigEr
 
 
 def _check_origin(config: Config, file: WeightFile, where: str) -> None:
-    """Refuse weights of a user's model of the other framework: a square matrix would be taken as it stands."""
+    """Refuse weights of a user's model of the other framework: a square matrix would be loaded without transposing."""
     framework, model = file.origin
     if framework and framework != config.framework and (":" in model or ":" in config.model.name):
         what = f"the weights are of a {framework} model, whose axes lie otherwise than those of {config.framework}"
@@ -244,7 +247,7 @@ def _check_origin(config: Config, file: WeightFile, where: str) -> None:
 
 
 def _read(path: Path, config: Config, where: str) -> list[WeightFile]:
-    """Return the sets of weights that a file holds."""
+    """Read the sets of weights in a file."""
     if not path.exists():
         raise ConfigError(
             "there is no such file or folder", where=where, fix="give a run folder, a checkpoint or a file"
@@ -265,7 +268,7 @@ def _read(path: Path, config: Config, where: str) -> list[WeightFile]:
         raise ConfigError(what, where=where, fix=f"give a run folder, a checkpoint, or a file that ends in {known}")
     try:
         sets = readers[ending](path)
-    except Exception as error:  # readers have many
+    except Exception as error:  # file readers raise many types
         reason = " ".join(str(error).split())[:200]
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         fix = "give a file of weights alone; 'hvd-train guide fine-tuning' says how to make one"
@@ -286,7 +289,7 @@ def _safetensors(path: Path, where: str) -> WeightFile:
     ours = about.get("trained_with", "").startswith("hvd_train")
     framework = about.get("trained_with", "").rpartition(", ")[2] if ours else "pytorch"
     arrays = {name.replace("/", "."): x for name, x in arrays.items()}
-    # A file of others has PyTorch's axes, as those of Hugging Face.
+    # Other files, such as Hugging Face's, have PyTorch's axis order.
     model = about.get("model", "") if ours else "of:others"
     return WeightFile(arrays, ours, (framework if framework in FRAMEWORKS else "", model))
 
@@ -306,7 +309,7 @@ def _table(done: Initialization, path: str) -> list[str]:
 
 
 def _other_names(file: WeightFile, rename: Mapping[str, str]) -> list[str]:
-    """Say which layers of the file have other names here."""
+    """Return lines about layers that have other names in the file."""
     layers = {}
     for name, here in file.here.items():
         if here not in ("", name) and not _given(name, rename):
@@ -317,7 +320,7 @@ def _other_names(file: WeightFile, rename: Mapping[str, str]) -> list[str]:
 
 
 def _other_meanings(file: WeightFile, data: DataSet) -> list[str]:
-    """Say where classes or columns have other names than in the file's run, or inputs another scale, or tokens."""
+    """Return lines about class names, column names, input scales or tokens that differ from the file's run."""
     lines, here = [], data.sample
     if file.sample:
         pairs = [("classes", file.sample.labels, here.labels), ("columns", file.sample.inputs, here.inputs)]
@@ -338,7 +341,7 @@ def _other_meanings(file: WeightFile, data: DataSet) -> list[str]:
 
 
 def _same(name: str, before: Mapping[str, Field], now: Mapping[str, Field]) -> Field | None:
-    """Return the field of this name among those of the file's run; a single one needs no name."""
+    """Return the field of this name in the file's run. A single field matches whatever its name."""
     return before.get(name) or (next(iter(before.values())) if len(now) == len(before) == 1 else None)
 
 
@@ -347,7 +350,7 @@ def _names(field: Field | None, title: str) -> tuple[str, ...]:
 
 
 def _scale(field: Field) -> str:
-    """Describe what the device makes of the numbers as they are stored."""
+    """Describe how the stored numbers are scaled on the device."""
     steps = [f"divided by {field.divisor:g}"] * (field.divisor != 1)
     if field.mean:
         less, over = (", ".join(f"{x:g}" for x in numbers) for numbers in (field.mean, field.std))

@@ -34,8 +34,8 @@ class Job:
     session: Session
     data: DataSet
     frontend: FrontEnd
-    split: str = "val"  # the part that eval and predict read
-    initialization: Sequence[str] = ()  # what model.init_from has given, in lines; on rank 0
+    split: str = "val"  # the split that eval and predict read
+    initialization: Sequence[str] = ()  # lines about model.init_from, on rank 0
     parameter_groups: ParameterGroups | None = None  # of a training with optim.groups
 
     @property
@@ -61,10 +61,9 @@ def opened_job(
 ) -> Iterator[Job]:
     """Open data, framework, world and model, in this order, and close the world after the block.
 
-    ``progress``: rank 0 shows which of them is under way, where one takes long. ``metered``: the session counts what
-    this rank sends.
+    ``progress``: rank 0 shows steps that take long. ``metered``: the session counts the bytes that this rank sends.
     """
-    # A mistake in the path of the data shows in a fraction of a second, while a framework takes seconds to load.
+    # Data first, because a wrong path is found in a fraction of a second, while a framework takes seconds to import.
     look_in(config.code_dir)
     shown = progress and world().rank == 0
     with long_step("opening the data", shown):
@@ -86,7 +85,7 @@ def opened_job(
 
 @contextmanager
 def noting_inputs(config: Config, sample: Sample) -> Iterator[None]:
-    """Below an error that no check has caught, write which model was given which inputs."""
+    """Add the model and its inputs to an unexpected error."""
     try:
         yield
     except TrainError:
@@ -110,7 +109,7 @@ def described_inputs(config: Config, sample: Sample) -> str:
 
 
 def build_job(config: Config, session: Session, data: DataSet, split: str = "val") -> Job:
-    """Build the model on every rank, and compare over the ranks all that training rests on."""
+    """Build the model on every rank, and check that all ranks agree on everything that training depends on."""
     groups = session.groups
     config = with_class_weights(config, data, groups.world)
     record, parts, module = FRAMEWORKS[config.framework], 1, session.module
@@ -122,7 +121,7 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
         frontend = collectively(
             groups.world, lambda: module.open_frontend(FrontEndConfig.of(config), groups, data.sample)
         )
-    # All that ranks must have in common. One that read other data, or another version, would train on silently.
+    # All that must be equal on all ranks. One with other data or another version would silently train on.
     sizes = " + ".join(str(len(part)) for part in data.parts.values())
     config = with_classes(config, data.sample)
     facts = {
@@ -144,7 +143,7 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
 
 
 def with_classes(config: Config, sample: Sample) -> Config:
-    """Write the data's class names into ``data.classes``, so that a run keeps its classes."""
+    """Write the class names of the data into ``data.classes``, so that a run keeps its classes."""
     classes = {name: list(field.names) for name, field in sample.labels.items() if field.names}
     if not classes or config.data.classes == one_or_all(classes):
         return config

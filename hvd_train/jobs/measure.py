@@ -1,4 +1,4 @@
-"""Train a short while, and write how long steps take, what a rank sends and how much memory it takes."""
+"""Train briefly, and write step times, bytes sent by a rank, and its memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hvd_train.frontends.traffic import Traffic
 from hvd_train.jobs.fit import train
 from hvd_train.jobs.job import opened_job
 
-WARM = 0.25  # of the samples, at the beginning: graphs are traced, buffers allocated
+WARM = 0.25  # share of the samples at the beginning, when graphs are traced and buffers allocated
 
 
 class Mark(NamedTuple):
-    """The place of a training at a line of its log: samples and steps of all ranks, seconds, bytes this rank sent."""
+    """The progress of a training at a log line: samples and steps of all ranks, seconds, bytes sent by this rank."""
 
     samples: int
     step: int
@@ -31,9 +31,9 @@ class Mark(NamedTuple):
 
 
 class Meter(Hook):
-    """Measure a training between lines of its log; rank 0 writes the figures of all ranks to ``output``.
+    """Measures a training between log lines. Rank 0 writes the figures of all ranks to ``output``.
 
-    ``seconds``: after which the training is ended; 0: at its own end.
+    ``seconds``: time limit of the training, 0: none.
     """
 
     def __init__(self, traffic: Traffic, seconds: float, output: Path) -> None:
@@ -65,30 +65,30 @@ class Meter(Hook):
         if trainer.communicator.rank == 0:
             ranks = [json.loads(part) for part in parts]
             figures = {name: max(rank[name] for rank in ranks) for name in local}
-            # None: all was over with the first lines.
+            # None: the training ended during the warm-up.
             figures |= (
                 {"ms": 1000 * seconds / steps, "seconds_per_sample": seconds / samples} if steps else {"ms": None}
             )
             files.put(self._output, json.dumps(figures).encode())
 
     def _durations(self) -> list[float]:
-        """Return the seconds of each step that counts; of steps that run in one call, those of the call."""
+        """Return the seconds of each measured step; steps of one call share the call's time."""
         ends = [end for end in self._ends if self._warm().seconds <= end <= self._marks[-1].seconds]
         return [end - begin for begin, end in pairwise(ends)]
 
     def _warm(self) -> Mark:
-        """Return the first mark that counts."""
+        """Return the first mark after the warm-up."""
         return next((mark for mark in self._marks[:-1] if mark.samples >= WARM * self._samples), self._marks[0])
 
 
 def _peak_bytes() -> int:
-    """Return the most memory that this process had resident."""
+    """Return the peak resident memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def measure(config: Config, seconds: float, output: Path, verbose: bool) -> int:
-    """Train on all ranks, and write the figures to ``output``; return the exit code."""
+    """Train on all ranks, and write the figures to ``output``. Returns the exit code."""
     with opened_job(config, verbose, metered=True) as job:
         assert job.session.traffic is not None
         train(job, hooks=[Meter(job.session.traffic, seconds, output)])

@@ -22,7 +22,7 @@ from hvd_train.run_folder.terminal import warn
 
 
 def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
-    """Describe the model, the data, the world and, where a run goes on, the place it goes on from."""
+    """Describe the model, the data, the ranks, and where a resumed run continues."""
     c, size = job.config, job.communicator.size
     count = sum(x.size for key, x in job.frontend.whole.items() if key.startswith("weights/"))
     groups = job.parameter_groups
@@ -50,9 +50,9 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     if (devices := c.parallel.devices_per_rank) > 1:
         lines.append(f"{devices} devices a rank: {', '.join(map(str, getattr(job.frontend, 'devices', ())))}")
     lines += [text for text in [getattr(job.frontend, "stage_table", "")] if text]
-    # The shape as the model sees it: a wrong order of axes is seen at once.
+    # The shape as the model sees it, so that a wrong axis order is obvious.
     lines.append(f"the model gets {described_inputs(c, job.data.sample)}")
-    # The same note of both parts is printed once.
+    # A note of both splits is printed once.
     notes = (getattr(part, "note", "").splitlines() for part in (job.data.train, job.data.val))
     lines += dict.fromkeys(line for part in notes for line in part)
     lines += [*_classes(job.data.sample), *job.data.remarks, *same_parts(job.data)]
@@ -65,14 +65,14 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
 
 
 def same_parts(data: DataSet) -> list[str]:
-    """Return a line where the validation part is the training part once more."""
+    """Return a line if the validation split is the training split."""
     if data.train.fingerprint != data.val.fingerprint:
         return []
     return ["note: the validation samples are the training samples: their metrics say nothing about new ones"]
 
 
 def _ignored_labels(job: Job) -> list[str]:
-    """Return a line for each loss of the user's that counts labels which are left out elsewhere."""
+    """Return a line for each user loss that counts labels which are ignored elsewhere."""
     labels, lines = job.data.sample.labels, []
     for one in job.frontend.task.objectives:
         name = one.output or (next(iter(labels)) if len(labels) == 1 else "")
@@ -83,13 +83,13 @@ def _ignored_labels(job: Job) -> list[str]:
 
 
 def weight_names(job: Job) -> str:
-    """List the names that patterns of ``optim.groups`` are compared with: those of checkpoints."""
+    """List the weight names that ``optim.groups`` matches, which are those of checkpoints."""
     specs = job.parameter_groups.specs if job.parameter_groups else job.frontend.specs()
     return f"names for optim.groups: {', '.join(spec.name for spec in specs)}"
 
 
 def _classes(sample: Sample) -> list[str]:
-    """List the names of the classes and their numbers, a line for each label."""
+    """List the class names and numbers, a line for each label field."""
     rows = {
         name: [f"{printable(one, one_line=True)} {k}" for k, one in enumerate(field.names)]
         for name, field in sample.labels.items()
@@ -107,7 +107,7 @@ def end(summary: dict[str, Any], config: Config) -> str:
     at = summary.get("paused_at")
     word = f"left after epoch {at}, --resume auto goes on" if at else "done"
     best = ""
-    with suppress(CheckpointError):  # all is written: a checkpoint that cannot be read now is no failure
+    with suppress(CheckpointError):  # all is written, so an unreadable checkpoint is no failure now
         best = store.best(run_dir / "checkpoints", *best_rule(config)) if config.checkpoint.save_top_k else ""
     best = f"; best: {best}" if best else ""
     speed = summary["samples_per_second"]
@@ -116,7 +116,7 @@ def end(summary: dict[str, Any], config: Config) -> str:
 
 
 def warn_of_events(job: Job, hooks: Sequence[Hook]) -> None:
-    """Warn of methods of hooks that are named as events and are not called."""
+    """Warn of hook methods that look like events but are not called."""
     for hook in hooks if job.communicator.rank == 0 else ():
         for line in unknown_events(hook):
             warn(line)

@@ -1,4 +1,4 @@
-"""The images that a trained model takes for another class with the greatest probability."""
+"""The misclassified images with the highest predicted probability."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hvd_train.protocol import Field, one_or_all
 from hvd_train.report.plots import images
 from hvd_train.report.tables import table
 
-MOST = 16  # mistakes that are shown
+MOST = 16  # misclassified images to show
 
-# (1 - probability, index of the sample, its class, the predicted class): the smallest are the worst.
+# (1 - probability, sample index, true class, predicted class): the smallest are the worst.
 Mistake = tuple[float, int, int, int]
 
 
@@ -31,7 +31,7 @@ def check_images(job: Job) -> None:
 
 
 def mistakes(job: Job) -> list[Mistake]:
-    """Return the worst mistakes over all ranks' samples of the job's split, the worst first."""
+    """Return the worst errors over all ranks' samples of the job's split, worst first."""
     field, classes = label_of(job, "--mistakes")
     worst: list[Mistake] = []
     for batch in job.loader(job.split).evaluation():
@@ -46,7 +46,7 @@ def mistakes(job: Job) -> list[Mistake]:
 
 
 def show_mistakes(job: Job, worst: list[Mistake], picture: Path) -> str:
-    """Draw the images, and return a table of them."""
+    """Draw the images. Returns a table of them."""
     if not worst:
         return "no mistakes: no picture is drawn"
     part, names = job.data.parts[job.split], names_of(job, "--mistakes")

@@ -16,7 +16,7 @@ from hvd_train.run_folder.terminal import say
 
 
 def pack(config: Config, folder: Path) -> None:
-    """Write the data of ``config`` into ``folder``; the ranks of an MPI launcher share the work."""
+    """Write the data of ``config`` into ``folder``. The ranks of an MPI launcher share the work."""
     began = time.monotonic()
     look_in(config.code_dir)
     ranks = _ranks()
@@ -27,7 +27,7 @@ def pack(config: Config, folder: Path) -> None:
 
 
 def check(folder: Path) -> None:
-    """Compare all checksums of a packed data set; raise DataError at the first file that is damaged."""
+    """Verify all checksums of a packed data set. Raises DataError for the first damaged file."""
     ranks = _ranks()
     manifest = packing.check(folder, ranks)
     if ranks.rank == 0:
@@ -38,7 +38,7 @@ def _ranks() -> Any:
     here = world()
     if here.size == 1:
         return packing.Alone()
-    # mpi4py, because packing needs no framework, and Horovod comes with one.
+    # mpi4py, because packing needs no framework, while importing Horovod loads one.
     from hvd_train.frontends.mpi import mpi_world
 
     return mpi_world(here)

@@ -1,4 +1,4 @@
-"""A model's predictions as a file: ``hvd-train predict``."""
+"""Write a model's predictions to a file: ``hvd-train predict``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvd_train.run_folder.terminal import say
 
 
 def check_output(config: Config, output: Path, overwrite: bool) -> None:
-    """Refuse files that exist already, before any work, on the rank that writes."""
+    """Raise ConfigError for existing output files, before any work, on the rank that writes."""
     names = [name for name in config.task.terms if name]
     existing = [path for path in map(partial(_file_of, output), names or [""]) if path.exists()]
     if existing and not overwrite and world().rank == 0:
@@ -40,7 +40,7 @@ def check_names(config: Config, output: Path) -> None:
 
 
 def _of_classes(config: Config, name: str, loss: str) -> bool:
-    """Return whether the output ``name`` is a class: for a loss of the user's, if the run has classes."""
+    """Return whether the output ``name`` predicts classes; with a user's loss, if the run has classes."""
     classes = config.data.classes
     known = classes.get(name) if isinstance(classes, dict) else classes
     return loss == "cross_entropy" or (":" in loss and bool(known or config.data.num_classes))
@@ -55,17 +55,17 @@ def predict(
     overwrite: bool = False,
     names: bool = False,
 ) -> int:
-    """Write the model's outputs, (samples, ...) in the data set's order, as .npy; N ranks share the work.
+    """Write the model's outputs (samples, ...), in the data set's order, as .npy. All ranks share the work.
 
-    Several outputs are a file each, OUTPUT.NAME.npy. Labels are not needed, unless they decide which samples are held
-    out. ``names``: write a table of each sample's class and its probability instead.
+    Several outputs become files OUTPUT.NAME.npy. Labels are needed only if they determine the held-out samples.
+    ``names``: write a table with each sample's class and probability instead.
     """
     with trained_job(config, which, split, verbose, labels=False) as job:
         communicator, split = job.communicator, job.split
         total = len(job.data.parts[split])
         files, shapes = dict[str, ArrayFile](), dict[str, tuple[int, ...]]()
         try:
-            # A file has one shape, so outputs at the places of samples must have it, too.
+            # An array has one shape, so outputs per token or pixel must have the same shape for all samples.
             at_places = any(field.shape for field in job.data.sample.labels.values())
             for batch in job.loader(split).evaluation(whole=at_places):
                 outputs = job.frontend.predict(job.frontend.to_device(batch))
@@ -76,7 +76,7 @@ def predict(
                     _write_rows(files[name], rows, batch, communicator, total)
             for file in files.values():
                 collectively(communicator, file.close)
-        except BaseException:  # also Ctrl-C: no half file may be left
+        except BaseException:  # also for Ctrl-C, so that no partial file is left
             for file in files.values():
                 file.discard()
             raise
@@ -87,7 +87,7 @@ def predict(
 
 
 def _new_file(job: Job, names: bool, name: str, rows: np.ndarray, output: Path, overwrite: bool) -> ArrayFile:
-    """Make the file of the output ``name``; ``rows``: some of it."""
+    """Create the file of the output ``name``. ``rows``: a sample of its rows."""
     sample, labels = job.data.sample, job.data.sample.labels
     field = labels.get(name) or one_or_all(labels)
     if not names:
@@ -96,7 +96,7 @@ def _new_file(job: Job, names: bool, name: str, rows: np.ndarray, output: Path, 
         what = "the model gives a class for each place of a sample"
         raise ConfigError(what, where="--names", fix="leave it out: the numbers are written as .npy", common=True)
     wanted = max(2, field.classes or sample.told_classes or 0)
-    if rows.ndim != 2 or rows.shape[1] < wanted:  # of one number, the largest is always the first
+    if rows.ndim != 2 or rows.shape[1] < wanted:  # the argmax of a single number is always 0
         what = f"the model gives {rows.shape[1:]} for a sample, and not a number for each of {wanted} classes"
         raise ConfigError(what, where="--names", fix="leave it out: the numbers are written as .npy", common=True)
     return ClassTable(output, overwrite, field.names, job.data.parts[job.split])
@@ -107,7 +107,7 @@ def _file_of(output: Path, name: str) -> Path:
 
 
 def _check_shape(first: tuple[int, ...], rows: np.ndarray) -> None:
-    """Refuse rows of another shape than the ``first`` ones: a file has one. All ranks have the same."""
+    """Raise an error for rows of another shape than the ``first`` ones, on all ranks alike."""
     if rows.shape[1:] != first:
         what = f"the model gives {first} for some samples and {rows.shape[1:]} for others"
         fix = "with data.lengths, let the model give one shape, or train it with a label at each place"
@@ -117,7 +117,7 @@ def _check_shape(first: tuple[int, ...], rows: np.ndarray) -> None:
 def _write_rows(file: ArrayFile, rows: np.ndarray, batch: Batch, communicator: Communicator, total: int) -> None:
     """Write the rows that all ranks computed for their parts of a batch, on rank 0."""
     rows = rows[: batch.count]  # (samples of this rank, ...): padding is cut off
-    # Each rank sends [int64 indices | rows] of its part. Rank 0 puts them at their places in the file.
+    # Each rank sends [int64 indices | rows] of its part. Rank 0 writes them to the file.
     parts = communicator.allgather_bytes(batch.indices.tobytes() + np.ascontiguousarray(rows).tobytes())
     if communicator.rank:
         return

@@ -1,4 +1,4 @@
-"""The files of ``hvd-train predict``. Their rows may come in any order of consecutive parts."""
+"""The output files of ``hvd-train predict``, written in consecutive parts in any order."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hvd_train.protocol import Source
 class ArrayFile:
     """A .npy file, written in parts of consecutive rows.
 
-    Only ``close`` raises an error, because the other ranks wait in collectives before. The file is written and not
-    mapped: on a full disk a write to mapped memory ends the process by a signal.
+    Only ``close`` raises, because until then the other ranks wait in collectives. Not memory-mapped, because on a full
+    disk a write to mapped memory kills the process by a signal.
     """
 
     def __init__(self, output: Path, overwrite: bool) -> None:
@@ -34,7 +34,7 @@ class ArrayFile:
         if self._file or self._failure:
             return
         try:
-            # Not checked earlier: the name depends on the outputs that the model gives.
+            # Not checked earlier, because the name depends on the model's outputs.
             if self.output.exists() and not self._overwrite:
                 raise FileExistsError(errno.EEXIST, "the file exists already, and --overwrite is not given")
             self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -74,19 +74,19 @@ class ArrayFile:
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Return the probability of each class (n, C), of logits (n, C)."""
+    """Return the class probabilities (n, C) of logits (n, C)."""
     powers = np.exp(logits - logits.max(-1, keepdims=True))  # the largest is exp(0): no overflow
     return powers / powers.sum(-1, keepdims=True)
 
 
 def sample_names(part: Source) -> Sequence[str] | np.ndarray:
-    """Return what the samples of a part are called: their files, or their numbers in the whole data."""
+    """Return the samples' names: their files, or their indices in the whole data set."""
     files, rows = getattr(part, "files", ()), getattr(part, "rows", None)
     return files or (np.arange(len(part)) if rows is None else rows)
 
 
 class ClassTable(ArrayFile):
-    """A CSV file with the class of each sample, by name, and its probability, the softmax of its logit.
+    """A CSV file with the predicted class name of each sample and its softmax probability.
 
     Rows come in the order of the samples of ``part``. ``names``: of the classes.
     """

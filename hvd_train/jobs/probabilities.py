@@ -1,4 +1,4 @@
-"""A warning where a user's model gives probabilities to a loss that makes them of its outputs by itself."""
+"""Warn if a user's model returns probabilities to a loss that expects logits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hvd_train.jobs.job import Job
 from hvd_train.protocol import Batch, Field, Fields, one_or_all
 from hvd_train.run_folder.log import NullLog, RunLog
 
-SAMPLES = 8  # that are tried
-LARGE = 100.0  # times such inputs the outputs of a network are far from 0 and 1, but for a last sigmoid
-SPREAD = 0.5  # of the outputs for large inputs: a last sigmoid brings them to both ends
+SAMPLES = 8  # samples to try
+LARGE = 100.0  # factor on inputs, which drives outputs far from 0 and 1 unless the last layer is a sigmoid
+SPREAD = 0.5  # margin for large inputs, with which a last sigmoid comes close to 0 and to 1
 
 
 def warn_of_probabilities(job: Job, log: RunLog | NullLog) -> None:
-    """Warn where a model ends in softmax or sigmoid, which the loss applies again: it learns more slowly and worse.
+    """Warn if a model ends in softmax or sigmoid, which the loss applies again: it then learns more slowly and worse.
 
-    Metrics are wrong, too: an output above 0 is yes, and probabilities always are.
+    Metrics are wrong, too: an output above 0 means class 1, and probabilities always are.
     """
     losses = {name: loss for name, (loss, _) in job.config.task.terms.items() if loss in ("cross_entropy", "bce")}
     if not losses:
@@ -35,7 +35,7 @@ def warn_of_probabilities(job: Job, log: RunLog | NullLog) -> None:
 
 
 def _sums_to_1(outputs: np.ndarray) -> bool:
-    # A few samples show it: probabilities sum to 1 whatever the input.
+    # A few samples suffice: probabilities sum to 1 whatever the input.
     sums = np.sum(outputs, axis=-1, dtype=np.float64)
     return outputs.shape[-1] > 1 and bool((outputs >= 0).all() and np.abs(sums - 1).max() < 0.01)
 
@@ -58,10 +58,10 @@ def _outputs(job: Job, inputs: Fields, labels: Fields, losses: dict[str, str]) -
 
 
 def _stays_between(job: Job, output: str, inputs: Fields, labels: Fields, losses: dict[str, str]) -> bool:
-    """Return whether an output stays between 0 and 1, and comes near both, where inputs are very large."""
+    """Return whether an output stays between 0 and 1, and comes near both, for very large inputs."""
     fields = job.data.train.sample.inputs
     large = {name: x for name, x in inputs.items() if _has_fractions(x, fields[name])}
-    if not large:  # ids of words may not be changed
+    if not large:  # token ids must not be scaled
         return False
     tried = []
     for factor in (LARGE, -LARGE):

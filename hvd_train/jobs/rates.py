@@ -1,4 +1,4 @@
-"""The learning rates of a training that is not started."""
+"""Draw the learning rates of a training without starting it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hvd_train.core.schedule import Schedule
 from hvd_train.data.catalog import open_data
 from hvd_train.report.plots import rates
 
-MOST = 20_000  # rates that are drawn; of a longer training, one in so many steps
+MOST = 20_000  # maximum number of points; longer trainings are subsampled
 
 
 def draw_rates(config: Config, ranks: int, picture: Path) -> str:
-    """Draw the learning rate of every step of a training on so many ranks; return what it shows, a line each.
+    """Draw the learning rate of every step of a training on ``ranks`` ranks. Returns lines that describe it.
 
-    The data are opened, for their number of samples; a plateau is not foreseen.
+    Opens the data for the number of samples. Plateaus are not simulated.
     """
     look_in(config.code_dir)
     samples = len(open_data(config.data, config.task).train)

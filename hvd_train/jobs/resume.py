@@ -1,4 +1,4 @@
-"""The checkpoint that a training goes on from; its rules are those of ``checkpoint.resume_rules``."""
+"""Find the checkpoint to resume from, by the rules of ``checkpoint.resume_rules``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hvd_train.run_folder.terminal import warn
 
 
 def resumes(config: Config, communicator: Communicator, resume: str | None) -> bool:
-    """Return whether a checkpoint will give all weights, so that a model need not load pretrained ones.
+    """Return whether all weights come from a checkpoint, so that a model need not load pretrained ones.
 
-    Rank 0 looks.
+    Rank 0 decides.
     """
     if resume is None:
         return False
@@ -36,21 +36,21 @@ def _has_snapshot() -> bool:
 
 
 def best_rule(config: Config) -> tuple[str, str]:
-    """Return what makes a checkpoint the best: (monitor, mode)."""
+    """Return the rule for the best checkpoint: (monitor, mode)."""
     return config.checkpoint.monitor, config.mode_of(config.checkpoint)
 
 
 def split_as_before(config: Config, communicator: Communicator, resume: str | None) -> Config:
-    """Keep to the stages or devices of the run that goes on, where ``parallel.split`` is auto.
+    """Keep the stages or devices of the resumed run, if ``parallel.split`` is auto.
 
-    Measured anew, they could differ. Rank 0 reads the checkpoint's manifest.
+    A new measurement could choose others. Rank 0 reads the checkpoint's manifest.
     """
     parallel = config.parallel
     if resume is None or parallel.pipeline == parallel.devices_per_rank == 1 or parallel.split != "auto":
         return config
     split: list[int] = []
     if communicator.rank == 0:
-        with suppress(CheckpointError, OSError):  # reported where the checkpoint is loaded
+        with suppress(CheckpointError, OSError):  # reported when the checkpoint is loaded
             before = store.config_of(_place(config, resume)).get("parallel") or {}
             same = before.get("pipeline") == parallel.pipeline
             same &= before.get("devices_per_rank") == parallel.devices_per_rank
@@ -61,7 +61,7 @@ def split_as_before(config: Config, communicator: Communicator, resume: str | No
 
 
 def _place(config: Config, resume: str) -> Path:
-    """Return the folder of the checkpoint that ``resume`` names."""
+    """Return the folder of the checkpoint ``resume``."""
     run_dir, memory = Path(config.run_dir), snapshots.folder_of_rank()
     folder, rule = run_dir / "checkpoints", config.checkpoint
     if resume not in ("auto", "last"):
@@ -72,7 +72,7 @@ def _place(config: Config, resume: str) -> Path:
 def find_checkpoint(
     config: Config, data: DataSet, resume: str | None, allow_change: Sequence[str]
 ) -> store.Snapshot | None:
-    """Read the checkpoint that ``resume`` names; None to start anew.
+    """Read the checkpoint ``resume``. Returns None to start from the beginning.
 
     Its configuration and data must be this run's, except what ``allow_change`` names.
     """

@@ -1,4 +1,4 @@
-"""A trained run opened again, for eval, predict and export: its configuration, its code, its weights, its data."""
+"""Open a trained run for eval, predict and export: its configuration, code, weights and data."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def trained_config(
 ) -> tuple[Config, dict[str, str]]:
     """Read the configuration saved with the checkpoint ``which`` of a run folder, unless a file is named.
 
-    Also return the keys that name code which the caller has not named, where folder and code are not the caller's
-    alone.
+    Also returns the keys with code that the caller has not named, if folder or code may belong to others.
     """
     if path is not None:
         return load_config(path, sets, run_dir=run_dir).restoring().without_stages(), {}
@@ -51,7 +50,7 @@ def trained_config(
         config = load_config(None, sets, base=store.config_of(place), run_dir=run_dir)
         return config.restoring().without_stages()  # each rank has the whole model
 
-    # Which checkpoint is best depends on the configuration, and until one is chosen that is the newest checkpoint's.
+    # The best checkpoint depends on the configuration; until it is chosen, use that of the newest checkpoint.
     place = store.newest_readable(folder / "checkpoints") if which in ("last", "best") else None
     config = saved(place) if place else None
     if which != "last":
@@ -59,29 +58,29 @@ def trained_config(
         config = saved(place)
     assert config is not None and place is not None
     named_keys = {setting.partition("=")[0].strip().replace("-", "_") for setting in sets}
-    # Optimizers, learning rates and hooks are of training alone, so their code is not imported here.
+    # Optimizers, learning rates and hooks are only for training, so their code is not imported here.
     named_keys |= {"optim.name", "optim.schedule", "hooks"}
     code = {key: name for key, name in config.user_code.items() if not named_keys & {key, key.partition(".")[0]}}
     if not code and "code_dir" not in named_keys:
-        # The caller has named all code, so no code is imported from a folder that the run names.
+        # The caller has named all code, so the run's code folder is not imported from.
         config = config.model_copy(update={"code_dir": None})
     return config, {} if code and _is_callers(code, config.code_dir, folder, place) else code
 
 
 def _is_callers(code: Mapping[str, str], code_dir: str | None, run_dir: Path, place: Path) -> bool:
-    """Return whether a run folder, its checkpoint ``place`` and the code that it names belong to the caller alone.
+    """Return whether a run folder, its checkpoint ``place`` and its code belong only to the caller.
 
-    A library's function is not the caller's: a folder that was unpacked here could name any of them.
+    A library's functions are not the caller's: an unpacked foreign folder could name any of them.
     """
     look_in(code_dir)
     sources = [source_of(name) for names in code.values() for name in names.split(", ") if ":" in name]
-    # Whoever can write a file of the folder can name another function in it.
+    # Anyone who can write to the folder can name another function in it.
     held = [run_dir, *run_dir.rglob("*"), place, *place.rglob("*")]
     return all(sources) and ours_alone([*held, *(file for files in sources for file in files)])
 
 
 def refuse_foreign(code: Mapping[str, str], run_dir: str | None) -> None:
-    """Refuse the code that a run folder names: it is code of whoever made the folder."""
+    """Refuse code that a run folder names, because the folder's author chose it."""
     if code:
         listed = ", ".join(f"{key}: {json.dumps(name)[:200]}" for key, name in code.items())
         sets = " ".join(f"--set {key}=..." for key in code)
@@ -92,7 +91,7 @@ def refuse_foreign(code: Mapping[str, str], run_dir: str | None) -> None:
 
 
 def choose_checkpoint(config: Config, which: str) -> store.Snapshot:
-    """Read and verify the checkpoint that --checkpoint names."""
+    """Read and verify the checkpoint of --checkpoint."""
     if which == "best":
         for note in config.notes:
             warn(note)
@@ -101,9 +100,9 @@ def choose_checkpoint(config: Config, which: str) -> store.Snapshot:
 
 @contextmanager
 def trained_job(config: Config, which: str, split: str | None, verbose: bool, labels: bool = True) -> Iterator[Job]:
-    """Open a job with the weights and statistics of the checkpoint ``which``, over data read as the run knows them.
+    """Open a job with the weights and statistics of checkpoint ``which``, and data read as in the run.
 
-    Rank 0 reads the checkpoint. ``labels``: whether labels are read where no split needs them.
+    Rank 0 reads the checkpoint. ``labels``: read labels even if no split needs them.
     """
     look_in(config.code_dir)
     session = Session.prepare(config.framework, config.threads, verbose)
@@ -123,12 +122,12 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
         if communicator.rank == 0:
             _print_notes(job, same, meta["data"])
         _load_weights(job, snapshot)
-        del snapshot  # it holds weights and optimizer slots: with adam three times the size of the model
+        del snapshot  # it holds weights and optimizer state: with adam three times the size of the model
         yield job
 
 
 def _facts(snapshot: store.Snapshot | None, run_dir: Path) -> dict[str, Any]:
-    """Return the facts of a checkpoint that all ranks must know, with the vocabulary of its run; rank 0 has it."""
+    """Return the facts of a checkpoint that all ranks need, with its run's vocabulary. Rank 0 has the checkpoint."""
     if snapshot is None:
         return {}
     config = snapshot.config().model_dump(mode="json")
@@ -137,9 +136,9 @@ def _facts(snapshot: store.Snapshot | None, run_dir: Path) -> dict[str, Any]:
 
 
 def _with_weights_of_run(config: Config, meta: Mapping[str, Any]) -> Config:
-    """Return the configuration with the run's numbers in place of ``task.class_weights: balanced``.
+    """Replace ``task.class_weights: balanced`` by the run's numbers.
 
-    A file that the caller names has the word. It stands for the classes of the training samples, not of these data.
+    A file that the caller names may still say ``balanced``, which means the classes of the training samples.
     """
     saved = meta["config"]["task"]["class_weights"]
     if config.task.class_weights != "balanced" or not isinstance(saved, list):
@@ -148,7 +147,7 @@ def _with_weights_of_run(config: Config, meta: Mapping[str, Any]) -> Config:
 
 
 def _load_weights(job: Job, snapshot: store.Snapshot | None) -> None:
-    """Load the weights and statistics of ``snapshot``, which rank 0 has, on all ranks."""
+    """Load the weights and statistics of ``snapshot`` (on rank 0) on all ranks."""
     tree = snapshot.model if snapshot else {}
     collectively(job.communicator, lambda: check_tree(job.frontend.state(), tree) if snapshot else None)
     for piece in broadcast(job.communicator, tree):
@@ -156,15 +155,15 @@ def _load_weights(job: Job, snapshot: store.Snapshot | None) -> None:
 
 
 def _same_data(config: Config, meta: Mapping[str, Any]) -> bool:
-    """Return whether these are the data that the run was trained and validated with, by their name and place."""
+    """Return whether these are the run's training and validation data, by name and path."""
     before, now = meta["config"]["data"], config.data
-    # Compared by where they lie: the run may have been started in another folder.
+    # Compare resolved paths, because the run may have been started in another folder.
     places = [path and Path(path).expanduser().resolve() for path in (before["path"], now.path)]
     return before["name"] == now.name and before["options"] == now.options and places[0] == places[1]
 
 
 def check_vocabulary(config: Config, data: DataSet, vocabulary: str) -> None:
-    """Refuse text that was numbered by another vocabulary than the run's, which is empty if the run kept none."""
+    """Refuse text with token ids of another vocabulary than the run's ("" if the run saved none)."""
     if vocabulary and data.vocabulary and json.loads(vocabulary) != json.loads(data.vocabulary):
         what = "the text was numbered by another vocabulary than the run's"
         fix = "number it by vocabulary.json of the run, with data.vocabulary"
@@ -172,7 +171,7 @@ def check_vocabulary(config: Config, data: DataSet, vocabulary: str) -> None:
 
 
 def _print_notes(job: Job, same_data: bool, before: Mapping[str, Any]) -> None:
-    """Print how the data differ from the run's. ``before``: the facts of the run's parts, from the checkpoint."""
+    """Print how the data differ from the run's. ``before``: the facts of the run's splits, from the checkpoint."""
     lines, parts = [*job.data.remarks, *job.frontend.task.remarks], job.data.parts
     if same_data and job.split in ("train", "val") and parts.keys() >= {"train", "val"}:
         rows = changed_parts(before, data_facts(parts["train"], parts["val"]))

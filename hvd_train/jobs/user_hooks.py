@@ -1,4 +1,4 @@
-"""The hooks that the configuration names."""
+"""Create the hooks of the configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvd_train.errors import ConfigError, named_reason
 
 
 def hooks_of(config: Config) -> list[Hook]:
-    """Make a hook of each class that ``hooks`` names, in their order. Raises ConfigError."""
+    """Instantiate the classes listed in ``hooks``, in order. Raises ConfigError."""
     return [_made(name, f"hooks: {name}") for name in config.hooks]
 
 

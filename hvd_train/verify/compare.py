@@ -1,6 +1,6 @@
-"""``hvd-train verify``: the same few steps on N ranks and on one, in both frameworks, compared in 64 bits.
+"""``hvd-train verify``: run the same few steps on N ranks and on one, in both frameworks, and compare in 64 bits.
 
-Each world is launched as a separate job, on the same path as a training (``record.py``). This process reads their
+Each world is launched as a separate job, with the same code as a training (``record.py``). This process reads their
 records.
 """
 
@@ -23,7 +23,7 @@ from hvd_train.verify.difference import TOLERANCE, Difference, Runs, findings, r
 from hvd_train.verify.page import Curves, write
 from hvd_train.verify.record import Record
 
-SHOWN = 24  # rows of a table in the terminal; the page has all
+SHOWN = 24  # maximum table rows in the terminal; the page has all
 REASON = (
     f"tolerance: {TOLERANCE:g} of a tensor's largest entry, in 64 bits: sums in another order move it by about 1e-13, "
     "a fault by 1e-6 and more. In 32 bits the same drift grows with each step, so it is shown and decides nothing."
@@ -32,7 +32,7 @@ REASON = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two worlds compared: rows in 64 bits and, row by row, in the precision of the configuration."""
+    """A comparison of two worlds: rows in 64 bits and, row by row, in the configured precision."""
 
     title: str
     rows: list[Difference]
@@ -53,7 +53,7 @@ def verify(
 
     Returns 0 if all is equal, 1 if not, or the exit code of a world that failed.
 
-    ``module``: what the workers run; its command line is that of ``hvd_train``.
+    ``module``: run by the workers, with the command line of ``hvd_train``.
     """
     if world().launcher:
         what = "verify starts its ranks itself"
@@ -71,7 +71,7 @@ def verify(
                 folder = Path(temporary) / f"{framework}-{size}"
                 folder.mkdir()
                 for name, one in _plans(config, framework, num_proc, steps, folder).items():
-                    # Workers read their configurations from the folder, and leave their records in it.
+                    # Workers read their configurations from the folder, and write their records there.
                     (folder / f"{name}.yaml").write_text(
                         resolved_yaml(one if size > 1 else one.without_stages().on_one_device()), encoding="utf-8"
                     )
@@ -118,14 +118,14 @@ def _notes(config: Config) -> list[str]:
 
 
 def _exchange(config: Config) -> dict[str, Any]:
-    """Return the keys of the exchange that change no number, and those of a mode with which N ranks are one."""
+    """Return the exchange keys that change no results, and those of a mode in which N ranks equal one."""
     exchange = config.exchange
     keys = ("overlap", "mode", *exchange.spec.options) if exchange.spec.exact else ("overlap",)
     return {key: getattr(exchange, key) for key in keys}
 
 
 def _plans(config: Config, framework: str, num_proc: int, steps: int, folder: Path) -> dict[str, Config]:
-    """Make {name: configuration} of a world's runs: the training in 64 bits and as configured, and one plain step."""
+    """Return {name: configuration} of a world's runs: the training in 64 bits and as configured, and one plain step."""
     data: dict[str, Any] = config.model_dump(mode="json")
     data |= {
         "framework": framework,
@@ -135,7 +135,7 @@ def _plans(config: Config, framework: str, num_proc: int, steps: int, folder: Pa
         "max_epochs": None,
         "swa": None,
         "precision": "64",
-        # All that changes numbers is off, and so is all that takes time or writes files.
+        # Switch off all that changes results, takes time or writes files.
         "exchange": _exchange(config),
         "checkpoint": {"every_n_epochs": 0, "save_top_k": 0, "save_last": False},
         "early_stopping": None,
@@ -177,7 +177,7 @@ def _comparisons(
 
 
 def cells(comparison: Comparison) -> list[list[str]]:
-    """Make the rows of a table: what, where, the difference in 64 bits and in the configured precision, if not 64."""
+    """Return table rows: what, where, the difference in 64 bits and, if it is not 64, in the configured precision."""
     native = {row.what: f"{row.difference:.1e}" for row in comparison.native_rows}
     return [
         [row.what, row.place, f"{row.difference:.1e}", *([native.get(row.what, "-")] if native else [])]
@@ -198,7 +198,7 @@ def text(head: str, notes: list[str], comparisons: list[Comparison], precision: 
     yield from (f"note: {note}" for note in notes)
     for comparison in comparisons:
         yield f"\n{comparison.title}"
-        # Loss, rate and samples stay on top; tensors come by how far they are apart.
+        # Loss, rate and samples stay on top; tensors are sorted by difference.
         listed = sorted(zip(comparison.rows[3:], cells(comparison)[3:], strict=True), key=lambda x: -x[0].difference)
         shown = [*cells(comparison)[:3], *(row for _, row in listed[:SHOWN])]
         yield table(["compared", "where", "in 64 bits", f"in {precision}"][: len(shown[0])], shown)

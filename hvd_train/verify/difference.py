@@ -1,4 +1,4 @@
-"""Compare two records of the same training: how far they are apart, where, and what differed first."""
+"""Compare two records of the same training: how much they differ, where, and what differed first."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hvd_train.verify.record import Record
 
 TOLERANCE = 1e-9
 NORM_FIX = "sync_batchnorm: true makes it independent of the ranks"  # in a configuration
-# A tensor is measured against at least this share of the largest entry of its kind. Tensors that are nothing but
-# rounding are about 1e-13 of it.
+# Differences are relative to at least this share of the largest entry of the tensor's kind. Tensors of pure rounding
+# error are about 1e-13 of it.
 FLOOR = 1e-4
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One compared thing: its largest relative difference, and where that is."""
+    """The largest relative difference of one quantity, and where it is."""
 
     what: str
     place: str
@@ -55,7 +55,7 @@ def farthest(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> tuple[float, s
     a, b = a.astype(np.float64), b.astype(np.float64)
     with np.errstate(invalid="ignore"):  # infinity - infinity
         distance = np.abs(a - b)
-    # A NaN on both sides is equal here, and named by ``_not_finite``.
+    # NaN on both sides counts as equal here; ``_not_finite`` reports it.
     gap = np.where(np.isnan(a) == np.isnan(b), np.nan_to_num(distance, nan=0.0, posinf=math.inf), math.inf)
     if not gap.size or not gap.max():
         return 0.0, "-"
@@ -65,7 +65,7 @@ def farthest(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> tuple[float, s
 
 
 def _trees(a: Tree, b: Tree) -> list[Difference]:
-    """Make a row for each tensor. The floor is that of its kind: the key without its last part."""
+    """Return a row for each tensor. The floor depends on its kind: the key without its last part."""
     scales: dict[str, float] = {}
     for key, x in a.items():
         kind = key.rpartition("/")[0]
@@ -81,7 +81,8 @@ def _trees(a: Tree, b: Tree) -> list[Difference]:
 
 
 def rows(a: Runs, b: Runs) -> list[Difference]:
-    """Make a row for loss, learning rate and samples, then for each tensor of the first gradient and the last state."""
+    """Return rows for loss, learning rate and samples, then for each tensor of the first gradient and the last
+    state."""
     one, two = a.training, b.training
     return [
         Difference("loss", *_step(farthest(one.losses, two.losses))),
@@ -111,7 +112,7 @@ def _samples(one: Record, two: Record) -> tuple[str, float]:
 
 
 def _surplus(a: np.ndarray, b: np.ndarray) -> tuple[int, int]:
-    """Count (samples of b beyond those of a, with repeats; samples of a that are missing in b)."""
+    """Count (samples of b that a lacks, with repeats; samples of a that b lacks)."""
     # (distinct samples,); count: how often each of them comes in a and in b
     values = np.union1d(a, b)
     count = [np.bincount(np.searchsorted(values, x), minlength=len(values)) for x in (a, b)]
@@ -120,11 +121,11 @@ def _surplus(a: np.ndarray, b: np.ndarray) -> tuple[int, int]:
 
 
 def findings(a: Runs, b: Runs, norm_fix: str = NORM_FIX) -> list[str]:
-    """List the differences, causes before consequences: the first line says where to look. Empty: equal.
+    """List the differences, causes before consequences, so that the first line says where to look. [] if equal.
 
     ``norm_fix``: what to do about batch normalization over each rank's local samples.
     """
-    # Causes come first: with other weights or samples the loss must differ, and says nothing more.
+    # Causes first: with different weights or samples the loss must differ, which tells nothing new.
     lines = _weights_apart(b, "first", "start") + _first_weights(a, b) + _which_samples(a, b)
     same_start = not lines
     lines += _which_rate(a, b)
@@ -179,7 +180,7 @@ def _which_rate(a: Runs, b: Runs) -> list[str]:
 
 
 def _first_loss(a: Runs, b: Runs, norm_fix: str) -> list[str]:
-    """Compare the first losses. With equal weights and samples a difference lies in the forward pass itself."""
+    """Compare the first losses. With equal weights and samples, a difference comes from the forward pass."""
     one, two = (float(runs.training.losses[0]) for runs in (a, b))
     if abs(one - two) <= TOLERANCE * abs(one):
         return []
@@ -213,7 +214,7 @@ def _gradient(a: Runs, b: Runs) -> list[str]:
 
 
 def _not_finite(a: Runs, b: Runs) -> list[str]:
-    """Name NaN and infinity that stand on both sides: they look equal and are not compared."""
+    """Report NaN and infinity on both sides, which look equal and are not compared."""
     one, two = a.training, b.training
     if one.losses.shape == two.losses.shape:
         for step in np.flatnonzero(~np.isfinite(one.losses) & ~np.isfinite(two.losses))[:1]:

@@ -1,4 +1,4 @@
-"""The page of ``hvd-train verify``: one file, with its picture and its tables in it."""
+"""The HTML page of ``hvd-train verify``, a single file with picture and tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(
     precision: str,
     tolerance: float,
 ) -> None:
-    """Write the page. Raises ConfigError where it cannot be written.
+    """Write the page. Raises ConfigError if it cannot be written.
 
     ``sections``: (title, rows of [compared, where, in 64 bits(, in the configured precision)], what differs).
     """
@@ -64,7 +64,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _picture(curves: Curves, precision: str, tolerance: float) -> bytes:
-    """Draw the loss per step in 64 bits and in the configured precision; below, the distance from the last curve."""
+    """Draw the loss per step in 64 bits and in the configured precision, and below the distance from the last curve."""
     import matplotlib
 
     # Without a display.
@@ -85,7 +85,7 @@ def _picture(curves: Curves, precision: str, tolerance: float) -> bytes:
         steps = np.arange(1, len(reference) + 1)
         for k, (title, curve) in enumerate(zip(titles, losses, strict=True)):
             assert curve is not None
-            # Equal curves lie on one another: the first is drawn widest, so that each stays visible.
+            # Equal curves overlap, so the first is drawn widest to keep each visible.
             axes[0, column].plot(steps, curve, color=f"C{k}", linewidth=1.5 + 2.0 * (len(titles) - 1 - k), label=title)
             if k < len(titles) - 1:
                 away = np.abs(curve - reference) / np.abs(reference)

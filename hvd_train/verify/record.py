@@ -27,9 +27,9 @@ STAGES = ("first", "last")
 
 
 class Recorder(Hook):
-    """Record this rank's sums, learning rate and samples of each step.
+    """Records this rank's sums, learning rate and samples of each step.
 
-    Leaves PATH.RANK.json and, with the trees before the first step and after the last, PATH.RANK.safetensors.
+    Writes PATH.RANK.json, and the trees before the first step and after the last to PATH.RANK.safetensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +42,7 @@ class Recorder(Hook):
 
     @staticmethod
     def _state(trainer: Training) -> Tree:
-        """Weights and slots; those of a sharded optimizer, on rank 0 alone, are joined."""
+        """Return weights and optimizer state; shards of the latter are gathered on rank 0."""
         shards = join_shards(trainer.update.state(), trainer.groups.world)
         here = training_state(trainer.frontend, trainer.update) | shards
         return here | of_other_stages(trainer.groups, lambda: here, here)
@@ -52,13 +52,13 @@ class Recorder(Hook):
         self._notes["sums"].append(sums.tolist())
         self._notes["rates"].append(info.learning_rate)
         indices = [batch.indices for batch in info.batch.micro_batches]
-        # All stages of a replica take the same samples.
+        # All stages of a replica have the same samples.
         self._notes["samples"].append(np.concatenate(indices).tolist() if trainer.groups.last_stage else [])
 
     def on_end(self, trainer: Training, summary: Mapping[str, Any]) -> None:
         stages = zip(STAGES, (self._first, self._state(trainer)), strict=True)
         trees = {f"{stage}:{key}": x for stage, tree in stages for key, x in tree.items()}
-        # Ranks but 0 write only what differs from rank 0's, bit for bit: nothing, as a rule.
+        # Other ranks write only tensors that differ bitwise from rank 0's, usually none.
         hashes = {key: hashlib.sha256(x.tobytes()).hexdigest() for key, x in trees.items()}
         rank0 = json.loads(trainer.communicator.allgather_bytes(json.dumps(hashes).encode())[0])
         rank = trainer.communicator.rank
@@ -68,9 +68,9 @@ class Recorder(Hook):
 
 
 def record(folder: Path, verbose: bool) -> int:
-    """Be a worker of ``hvd-train verify``: make one short run per configuration in ``folder``, and its record there."""
+    """Run a worker of ``hvd-train verify``: one short run and record for each configuration in ``folder``."""
     paths = sorted(folder.glob("*.yaml"))
-    # A launched world opens once in a process: later runs use the session and the data of the first.
+    # Horovod can be initialized only once in a process, so later runs reuse the first session and data.
     with jobs.opened_job(load_config(paths[0]), verbose) as first:
         for path in paths:
             config = load_config(path)
@@ -88,11 +88,11 @@ def record(folder: Path, verbose: bool) -> int:
 
 @dataclass(frozen=True)
 class Record:
-    """A run of ``steps`` steps as all its ranks recorded it.
+    """The record of a run of ``steps`` steps on all its ranks.
 
     losses (steps,): means over the global batch; rates (ranks, steps): learning rates; samples: per step, the indices
-    that all ranks together used, sorted; trees: rank 0's tree at each stage; differing: at each stage, what of a rank's
-    tree is not bit for bit rank 0's.
+    that all ranks together used, sorted; trees: rank 0's tree at each stage; differing: at each stage, tensors of a
+    rank that differ bitwise from rank 0's.
     """
 
     losses: np.ndarray
@@ -107,19 +107,19 @@ class Record:
 
     @classmethod
     def read(cls, path: Path, size: int) -> Record:
-        """Read what the ``size`` ranks of a world have left at ``path``."""
+        """Read the records of the ``size`` ranks of a world at ``path``."""
         notes = [json.loads(_file(path, rank, "json").read_text()) for rank in range(size)]
         parts = [stages_of(unpack(_file(path, rank, "safetensors").read_bytes()), STAGES) for rank in range(size)]
         sums = np.sum([n["sums"] for n in notes], axis=0)
         samples = samples_of([n["samples"] for n in notes])
         apart = {s: {rank: part[s] for rank, part in enumerate(parts) if rank and part[s]} for s in STAGES}
-        # sums (steps, entries): each loss has a place for its sum and one for its count.
+        # sums (steps, entries): each loss has an entry for its sum and one for its count.
         losses = sum(sums[:, value] / np.maximum(sums[:, count], 1e-300) for value, count in notes[0]["losses"])
         return cls(losses, np.array([n["rates"] for n in notes]), samples, parts[0], apart)
 
 
 def stages_of(tree: Tree, stages: Sequence[str]) -> dict[str, Tree]:
-    """Return the tree of each stage; the keys of ``tree`` are STAGE:KEY."""
+    """Split a tree with keys STAGE:KEY into one per stage."""
     return {stage: {k[len(stage) + 1 :]: x for k, x in tree.items() if k.startswith(f"{stage}:")} for stage in stages}
 
 

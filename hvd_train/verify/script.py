@@ -1,7 +1,7 @@
-"""``hvd-train verify -- python train.py``: a user's script on N ranks and on one, compared in 64 bits.
+"""``hvd-train verify -- python train.py``: run a user's script on N ranks and on one, and compare in 64 bits.
 
-The script runs as it is; ``hvd_train.torch`` and ``hvd_train.keras`` see by a variable (script/record.py) that it is
-to compute in 64 bits, without dropout, and to end after K steps, and leave a record each.
+The script runs unchanged. An environment variable (script/record.py) makes ``hvd_train.torch`` and ``hvd_train.keras``
+compute in 64 bits without dropout, end after K steps, and write records.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hvd_train.verify.difference import Difference, Runs, findings, rows
 from hvd_train.verify.record import Record, samples_of, stages_of
 
 STAGES = ("first", "last", "gradient")
-PYTHONS = ("python", "python3")  # this one is meant: a virtual environment need not be activated
+PYTHONS = ("python", "python3")  # use this Python, even if its virtual environment is not activated
 
 
 def verify_script(
@@ -50,7 +50,7 @@ def verify_script(
             folder.mkdir()
             title = amount(size, "rank")
             say(f"{name} on {title}: {steps} steps ...")
-            # ``ranks`` in both: alone, the script takes the global batches of ``num_proc`` ranks.
+            # ``ranks`` in both, so that on one rank the script uses the global batches of ``num_proc`` ranks.
             options = json.dumps({"folder": str(folder), "ranks": num_proc, "steps": steps})
             code = launch(size, launcher, [], verbose, program=command, more={VARIABLE: options})
             if code:
@@ -86,9 +86,9 @@ def _read(folder: Path, size: int, title: str) -> tuple[Runs, list[str], str]:
     if not records[0]["rates"]:
         raise ConfigError("the script made no step of a distributed optimizer", where=title, fix="let it train")
     notes = list(dict.fromkeys(note for each in records for note in each["notes"]))
-    # A script may end before K steps, and not on all ranks in the same one.
+    # A script may end before K steps, and at different steps on different ranks.
     count = min(len(each["rates"]) for each in records)
-    # (steps, 2): loss times weight, weight; added up over the ranks
+    # (steps, 2): loss times weight, weight; added over the ranks
     sums = np.sum([each["sums"][:count] for each in records], axis=0)
     if not sums[:, 1].all():
         notes.append("not compared: the loss of each step, which is not seen here")
@@ -106,7 +106,7 @@ def _read(folder: Path, size: int, title: str) -> tuple[Runs, list[str], str]:
     gradient = trees[0]["gradient"]
     if not gradient:
         return Runs(title, training), [*notes, "not compared: the gradient of step 1"], records[0]["norm_fix"]
-    # As if a plain step of rate 1 had been made with it.
+    # As if it came from a plain step of rate 1.
     zero = {key: np.zeros_like(x) for key, x in gradient.items()}
     step = Record(
         losses[:1], np.ones((size, 1)), [], {"first": gradient, "last": zero}, {"first": {}, "last": apart["gradient"]}
@@ -115,5 +115,5 @@ def _read(folder: Path, size: int, title: str) -> tuple[Runs, list[str], str]:
 
 
 def _other(tree: Tree, reference: Tree) -> Tree:
-    """Return the arrays of a rank's tree that are not rank 0's, bit for bit."""
+    """Return the arrays of a rank's tree that differ bitwise from rank 0's."""
     return {key: x for key, x in tree.items() if key not in reference or x.tobytes() != reference[key].tobytes()}

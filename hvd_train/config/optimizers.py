@@ -44,24 +44,29 @@ class OptimizerSpec:
 
 
 _MEANS = ("exp_avg", "exp_avg_sq")
+_ADAM = ("betas", "eps")
 _WHOLE = "needs whole matrices, of which each rank would have a part"
 OPTIMIZERS = {
     "sgd": OptimizerSpec(options=("momentum", "nesterov")),
-    "adam": OptimizerSpec(),
-    "adamw": OptimizerSpec(),
-    "lars": OptimizerSpec("optimizers:lars", ("momentum",), options=("momentum", "trust_coefficient"), per_tensor=True),
-    "lamb": OptimizerSpec("optimizers:lamb", _MEANS, True, per_tensor=True),
-    "rmsprop": OptimizerSpec("elementwise:rmsprop", ("square_avg", "momentum"), options=("momentum", "alpha")),
-    "adagrad": OptimizerSpec("elementwise:adagrad", ("sum",)),
-    "nadam": OptimizerSpec("elementwise:nadam", _MEANS, True),
-    "radam": OptimizerSpec("elementwise:radam", _MEANS, True),
-    "lion": OptimizerSpec("elementwise:lion", ("exp_avg",)),
-    "muon": OptimizerSpec(
-        "muon:muon", _MEANS, True, ("momentum", "nesterov"), per_tensor=True, undivided=_WHOLE, momentum=0.95
+    "adam": OptimizerSpec(options=_ADAM),
+    "adamw": OptimizerSpec(options=_ADAM),
+    "lars": OptimizerSpec(
+        "optimizers:lars", ("momentum",), options=("momentum", "trust_coefficient", "eps"), per_tensor=True
     ),
-    "schedule_free_sgd": OptimizerSpec("elementwise:schedule_free_sgd", ("offset",), schedule_free=True),
+    "lamb": OptimizerSpec("optimizers:lamb", _MEANS, True, _ADAM, per_tensor=True),
+    "rmsprop": OptimizerSpec("elementwise:rmsprop", ("square_avg", "momentum"), options=("momentum", "alpha", "eps")),
+    "adagrad": OptimizerSpec("elementwise:adagrad", ("sum",), options=("eps",)),
+    "nadam": OptimizerSpec("elementwise:nadam", _MEANS, True, _ADAM),
+    "radam": OptimizerSpec("elementwise:radam", _MEANS, True, _ADAM),
+    "lion": OptimizerSpec("elementwise:lion", ("exp_avg",), options=("betas",)),
+    "muon": OptimizerSpec(
+        "muon:muon", _MEANS, True, ("momentum", "nesterov", *_ADAM), per_tensor=True, undivided=_WHOLE, momentum=0.95
+    ),
+    "schedule_free_sgd": OptimizerSpec(
+        "elementwise:schedule_free_sgd", ("offset",), options=("betas",), schedule_free=True
+    ),
     "schedule_free_adamw": OptimizerSpec(
-        "elementwise:schedule_free_adamw", ("offset", "exp_avg_sq"), True, schedule_free=True
+        "elementwise:schedule_free_adamw", ("offset", "exp_avg_sq"), True, _ADAM, schedule_free=True
     ),
 }
 

@@ -148,6 +148,10 @@ def test_combinations():
     assert "optim.nesterov" in line
     (line,) = lines("optim.name=lamb", "optim.trust_coefficient=0.1")
     assert "optim.trust_coefficient: belongs to name: lars, not lamb" in line
+    (line,) = lines("optim.betas=[0.5,0.6]")  # sgd went on without them
+    assert "optim.betas: belongs to name: adam or " in line and line.endswith("not sgd")
+    (line,) = lines("optim.name=lion", "optim.eps=1e-6")
+    assert "optim.eps: belongs to name: adam or " in line and line.endswith("not lion")
     (line,) = lines("exchange.compression=fp16", "exchange.ratio=0.1")
     assert "exchange.ratio: belongs to compression: topk, not fp16" in line
     assert load_config(None, ["exchange.compression=auto", "exchange.ratio=0.1", "exchange.rank=2"]).exchange.rank == 2

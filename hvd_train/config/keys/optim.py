@@ -53,10 +53,10 @@ class OptimConfig(Section):
         [0.9, 0.999],
         min_length=2,
         max_length=2,
-        description=f"{_of('betas')}: decay of the running means; schedule_free: weight of x, decay",
+        description="the adams, lamb, lion, muon: decay of the running means; schedule_free: weight of x, decay",
     )
     alpha: float = Field(0.99, ge=0, lt=1, description=f"{_of('alpha')}: decay of the running mean of squares")
-    eps: float = Field(1e-8, gt=0, description=f"{_of('eps')}: term in the denominator")
+    eps: float = Field(1e-8, gt=0, description="all but sgd, lion and schedule_free_sgd: term in the denominator")
     trust_coefficient: float = Field(
         0.001,
         gt=0,

@@ -245,14 +245,14 @@ def _varying(inputs: Mapping[str, Any], labels: Mapping[str, Any], titles: Mappi
     names, label_names = ([n for n, x in part.items() if isinstance(x, RaggedRows)] for part in (inputs, labels))
     if not names:
         if label_names:
-            what = f"{titles[label_names[0]]} have different lengths, and the inputs one"
+            what = f"{titles[label_names[0]]} have different lengths, but the inputs do not"
             raise DataError(what, where=where, fix="give the inputs as a list of arrays, too")
         return None
     first = inputs[names[0]].lengths
     for name, x in [(n, inputs[n]) for n in names[1:]] + [(n, labels[n]) for n in label_names]:
         if not np.array_equal(x.lengths, first):
             bad = int(np.argmax(x.lengths != first))
-            has = [f"{n[bad]:,} places in {titles[key]}" for n, key in ((first, names[0]), (x.lengths, name))]
+            has = [f"{n[bad]:,} positions in {titles[key]}" for n, key in ((first, names[0]), (x.lengths, name))]
             raise DataError(f"sample {bad} has {' and '.join(has)}", where=where, fix="give them the same length")
     return Varying(first, tuple(names), tuple(label_names))
 

@@ -52,7 +52,7 @@ class Balanced:
         low, rest = divmod(len(self), len(self._counts))
         each = f"{low:,} or {low + 1:,}" if rest else f"{low:,}"
         there = f"{self._counts.min():,} to {self._counts.max():,}"
-        what = f"{WHERE}: an epoch takes {each} samples of each class, of which there are {there}"
+        what = f"{WHERE}: an epoch takes {each} samples of each class (classes have {there})"
         return what + f"; {unlabelled:,} samples without a class are left out" * bool(unlabelled)
 
     def __len__(self) -> int:
@@ -88,8 +88,8 @@ def _class_label(source: Source) -> tuple[str, Field]:
     name, field = next(iter(fields.items()), ("", None))
     if len(fields) != 1 or field is None or not field.classes or field.shape:
         listed = ", ".join(f"{key} {one}" for key, one in fields.items()) or "none"
-        fix = "leave it out: it is for one class a sample, with task.loss: cross_entropy"
-        raise DataError(f"the labels are no classes of samples: {listed}", where=WHERE, fix=fix)
+        fix = "leave it out: it needs one class per sample (task.loss: cross_entropy)"
+        raise DataError(f"the labels are not one class per sample: {listed}", where=WHERE, fix=fix)
     return name, field
 
 

@@ -99,7 +99,7 @@ def open_data(
 def check_path(config: DataConfig) -> None:
     """Refuse a path that this kind of data ignores: the user would get other samples than expected."""
     if config.path is not None and (config.name in WITHOUT_PATH or ":" in config.name):
-        fix = "a function gets data.options" if ":" in config.name else "say what reads it, as data.name: table"
+        fix = "a function gets data.options" if ":" in config.name else "set what reads it, such as data.name: table"
         what = f"data set '{config.name}' reads no path"
         raise DataError(what, where=f"data.path: {config.path}", fix=f"{fix}; or leave it out")
 
@@ -115,7 +115,7 @@ def _with_lengths(
         fields = varying[name]
         if fields is None:
             fix = "give inputs as a list of arrays, one a sample; or leave data.lengths out"
-            raise DataError(f"{TITLES.get(name, name)} samples have one shape", where="data.lengths", fix=fix)
+            raise DataError(f"{TITLES.get(name, name)} samples do not differ in length", where="data.lengths", fix=fix)
         # Only training uses buckets.
         of_training = name == "train"
         buckets = buckets_of(fields.lengths, lengths) if of_training else np.zeros(0, np.int64)
@@ -152,7 +152,7 @@ def _check_names(parts: Mapping[str, Source], config: DataConfig) -> None:
     """Check that the labels got the names of ``data.classes``: some kinds of data ignore that key."""
     labels = joined_samples(parts.values()).labels
     if config.classes == "auto" and labels and not any(field.names or field.classes for field in labels.values()):
-        what = "auto numbers classes, and labels of these data are not classes (task.loss: cross_entropy makes them so)"
+        what = "auto numbers classes, but these labels are not classes (with task.loss: cross_entropy they are)"
         raise DataError(what, where="data.classes", fix="leave it out")
     for name, field in labels.items():
         names = Known.of(config).label(name, len(labels) == 1).names

@@ -75,7 +75,7 @@ MISSING = ("nan", "na", "n/a", "<na>", "null", "none")  # what programs write fo
 def remarks_on_missing(title: str, names: Sequence[str], known: Classes) -> list[str]:
     """Return a remark for each class name that probably means a missing value."""
     words = [name for name in names if name.casefold() in MISSING and name not in (known.names or ())]
-    return [f"{title}: '{name}' is taken for a class (if it stands for no value, leave its rows out)" for name in words]
+    return [f"{title}: '{name}' is treated as a class (if it means no value, leave its rows out)" for name in words]
 
 
 def by_number(title: str, names: Sequence[str]) -> str:
@@ -87,7 +87,7 @@ def by_number(title: str, names: Sequence[str]) -> str:
 def unknown(words: Sequence[Any], whose: str, names: Sequence[str], where: str) -> DataError:
     """Make the error for classes ``words`` that are not in ``names``, the classes of ``whose``."""
     what = f"unknown {named('class', words)}: {whose} has {listing(names)}"
-    return DataError(what, where=where, fix="mend the labels, or leave these samples out")
+    return DataError(what, where=where, fix="correct the labels, or leave these samples out")
 
 
 @dataclass(frozen=True)

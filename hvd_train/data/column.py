@@ -101,7 +101,7 @@ class Column:
             self.check(np.less(values, 1 << 63), rows, "a number of more than 63 bits")
         if self.yes_or_no and self.field.divisor == 1 and not self.field.classes:
             good = (values >= -ROUNDING) & (values <= 1 + ROUNDING)
-            self.check(good, rows, "a label that is not from 0 to 1, as task.loss: bce takes them")
+            self.check(good, rows, "a label that is not from 0 to 1, as task.loss: bce requires")
         return values.astype(self.field.dtype, copy=False).reshape(len(rows), *self.field.shape)
 
     def check_kept(self, values: np.ndarray, rows: np.ndarray, is_input: bool) -> None:
@@ -130,10 +130,10 @@ class Column:
                 what = (
                     f"column {int(np.argmin(columns))} of the {self.title} holds {what} in each of {len(rows)} samples"
                 )
-                fix = "is it text, as names of rows are, that was read as numbers? leave the column out"
+                fix = "if it is text that was read as numbers, leave the column out"
                 raise DataError(what, where=self.where, fix=fix)
             bad = int(rows[int(np.argmin(good))])
-            raise DataError(f"sample {bad} holds {what}", where=self.where, fix="mend or remove it")
+            raise DataError(f"sample {bad} holds {what}", where=self.where, fix="correct or remove it")
 
     def remark_on_rounding(self, values: np.ndarray) -> str:
         """Return a remark if float32 cannot tell 64-bit values (n, ...) apart, such as times and ids; else ""."""
@@ -144,10 +144,10 @@ class Column:
         # The same text for all parts of the data, so that it is printed once.
         if lost.any():
             return (
-                f"{self.title} hold whole numbers above 2^24, which 32 bits round (leave out ids; count times from 0)"
+                f"{self.title} hold whole numbers above 2^24, which float32 rounds (leave out ids; count times from 0)"
             )
         if loses_differences(values, stored).any():
-            return f"{self.title} hold numbers whose differences 32 bits round (count times from 0; subtract a mean)"
+            return f"{self.title} hold numbers whose differences float32 rounds (count times from 0; subtract a mean)"
         return ""
 
     @property
@@ -155,9 +155,9 @@ class Column:
         """Return a line for the user about the dtype, because bytes and integers are ambiguous."""
         kind = np.dtype(self.values.dtype)
         if self.field.divisor != 1:
-            return f"{self.title} are uint8 and are divided by 255 (ids, as of tokens, must be stored as int32)"
+            return f"{self.title} are uint8 and are divided by 255 (store ids, such as tokens, as int32)"
         if kind == np.uint8:
-            return f"{self.title} are uint8 with a label at each place: taken as ids, not divided by 255"
+            return f"{self.title} are uint8 with a label per position: treated as ids, not divided by 255"
         if kind.kind in "iu":
             return f"{self.title} are {kind} and reach the model as whole numbers (store quantities as float32)"
         return ""

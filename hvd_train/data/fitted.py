@@ -179,7 +179,7 @@ def _matched(
     if len(run) == len(data) == 1:
         (name,), (its,) = run, data
         if name != its and not {name, its} & {INPUT, LABEL}:
-            remarks.append(f"{kind} {its} is taken as {name}, by which name the run knows it")
+            remarks.append(f"{kind} {its} is used as {name}, its name in the run")
         return {name: its}
     missing, extra = [name for name in run if name not in data], [name for name in data if name not in run]
     if missing:
@@ -269,5 +269,5 @@ def _lookup(name: str, run: Field, data: Field, where: str, remarks: list[str], 
         remarks.append(by_number(f"labels '{name}'", run.names))
     if data.classes > run.classes:
         what = f"labels '{name}' have {data.classes} classes, and the run has {run.classes}"
-        raise DataError(what, where=where, fix="mend the labels")
+        raise DataError(what, where=where, fix="correct the labels")
     return None

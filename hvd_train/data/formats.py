@@ -277,7 +277,7 @@ class Hdf5Rows:
             raise unreadable(f"{self._path}: {self._name}", error, "HDF5 dataset") from error
         for missing in self._missing:
             if np.isin(values, missing).any():
-                what = f"'{self._name}' holds {np.ravel(missing)[0]}, which stands for no value there"
+                what = f"'{self._name}' holds {np.ravel(missing)[0]}, which marks a missing value"
                 raise DataError(what, where=str(self._path), fix="leave these samples out")
         return values
 
@@ -295,7 +295,7 @@ def read_hdf5(path: Path, choose: Choose) -> dict[str, Any]:
                     _check_size(path, name, item)
                     if packed := [key for key in PACKED if key in item.attrs]:
                         what = f"'{name}' has a {packed[0]}: its numbers are packed, as by netCDF"
-                        raise DataError(what, where=str(path), fix="store the numbers that they stand for")
+                        raise DataError(what, where=str(path), fix="store the unpacked numbers")
                     datasets[name] = Hdf5Rows(path, name, lock, item)
     except (OSError, KeyError, TypeError) as error:
         raise unreadable(path, error, "HDF5 file") from error

@@ -89,7 +89,7 @@ def _images(
         labels = np.array([numbers[name] for name in held.names]) if numbers else _labels_of(held, known_names)
     remarks = [*remarks, *filter(None, [held.note]), *images.remarks_on_pixels(held)]
     if held.colored and not colored:
-        remarks.append(f"{held.where} holds images in color, which are read as gray: those of the training are")
+        remarks.append(f"{held.where} holds images in color, which are read as gray like those of the training")
     where = str(held.where)
     its_task = task if numbers else class_task(task)
     source = Arrays(inputs, labels, where, classes, its_task, images=True, remarks=remarks)
@@ -114,7 +114,7 @@ def _numbers_of(
             return {}
         if numbers is None:
             word = next(name for name in names if numbers_of([name]) is None)
-            what = f"class {word} is no number, and the run was trained on numbers"
+            what = f"class {word} is not a number, and the run was trained on numbers"
             raise DataError(what, where=where, fix="leave these samples out, or give their numbers")
         return numbers
     if loss == "cross_entropy" or config.classes:
@@ -133,7 +133,7 @@ def _remark_on_positions(held: images.Listing, task: TaskConfig) -> list[str]:
     if ":" not in loss or held.numbered or numbers is None or [*numbers.values()] == [*range(len(names))]:
         return []
     pairs = listing([f"{name} as {k}" for k, name in enumerate(names)])
-    return [f"{loss} gets classes by their places: {pairs} (data.classes sets another order)"]
+    return [f"{loss} gets classes in alphabetical order: {pairs} (data.classes sets another order)"]
 
 
 def _labels_of(held: images.Listing, known_names: Sequence[str]) -> Any:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pyarrow import ChunkedArray
 
 LONGEST = 1 << 26  # bytes of a line
-MEND = "mend it, or leave the line out"
+MEND = "correct it, or leave the line out"
 
 
 def first_keys(path: Path) -> list[str]:

@@ -174,14 +174,14 @@ def _masked_text(config: DataConfig, task: TaskConfig, request: DataRequest) -> 
     """text of path (default: Python's manual): pairs of sentences with masked words, for bert; sequence_length"""
     path, length = existing_path(config) if config.path else None, config.sequence_length
     if length < 8:
-        fix = "of these, three are [CLS] and two [SEP]"
+        fix = "three of these are [CLS], [SEP] and [SEP]"
         raise DataError(f"samples of {length} tokens; at least 8", where="data.sequence_length", fix=fix)
     documents = [
         masked.sentences(text) for text in (formats.read_documents(path) if path else formats.python_documents())
     ]
     tokenizer = masked.vocabulary(documents, config.vocabulary_size, config.vocabulary, request.vocabulary)
     if request.vocabulary and json.loads(tokenizer.to_str()) != json.loads(request.vocabulary):
-        what = "is another vocabulary than the run's, whose numbers stand for other tokens"
+        what = "is another vocabulary than the run's, with other token ids"
         raise DataError(what, where=f"data.vocabulary: {config.vocabulary}", fix="leave it out: the run has its own")
     text = masked.tokenized(documents, tokenizer, length)
     count = len(text)

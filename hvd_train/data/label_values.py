@@ -58,7 +58,7 @@ def remark_on_ignored(part: Source, name: str, ignored: int, loss: str) -> str:
         count, rest = count + int(here.sum()), rest or not here.all()
     if not count or not rest:
         return ""
-    what = f"labels '{name}' hold {ignored}, and the values of {loss} there count in its mean"
+    what = f"labels '{name}' hold {ignored}, but values of {loss} there count in its mean"
     return f"{what} (return (values, labels != {ignored}) to leave them out)"
 
 
@@ -99,10 +99,8 @@ def _check_metric(part: Source, name: str, field: Field, loss: str, metric: str,
         pairs = [pair for pair in pairs if np.isin(values, pair).all()]
         if not pairs:
             first = values.reshape(len(values), -1)[0, 0]
-            what = (
-                f"the metric tells yes from no, and with loss {loss} labels are numbers (sample {rows[0]}: {first:g})"
-            )
-            fix = "for labels of 0 and 1 set task.loss: bce; of numbers there are mae, rmse, r2"
+            what = f"the metric is for binary labels; with loss {loss} they are numbers (sample {rows[0]}: {first:g})"
+            fix = "for labels of 0 and 1 set task.loss: bce; for numbers there are mae, rmse and r2"
             raise DataError(what, where=f"{where}, task.metrics: {metric}", fix=fix)
 
 

@@ -65,8 +65,8 @@ def _columns(config: DataConfig, file: Path, request: DataRequest) -> tuple[str,
             raise DataError(f"no column '{name}'", where=f"{file}, data.{key}", fix=f"there are {', '.join(have)}")
     remarks = []
     if request.run and features[0] != of_run:
-        its = f"{of_run}, by which name the run knows it" if of_run else "the text: the run does not know its column"
-        remarks.append(f"column {features[0]} is taken as {its}")
+        its = f"{of_run}, its name in the run" if of_run else "the text: the run has no name for its column"
+        remarks.append(f"column {features[0]} is used as {its}")
     if of_run and not config.features and len(others) > 1:
         extra = named("column", [name for name in others if name != of_run])
         remarks.append(f"{extra} {'is' if len(others) == 2 else 'are'} left out: the run was trained without")
@@ -90,7 +90,7 @@ def _tokenizer(texts: list[str], config: DataConfig, request: DataRequest) -> An
         first = SPECIAL[CLS]  # so that no text is empty
         tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, CLS)])
     if request.vocabulary and json.loads(tokenizer.to_str()) != json.loads(request.vocabulary):
-        what = "is another vocabulary than the run's, whose numbers stand for other tokens"
+        what = "is another vocabulary than the run's, with other token ids"
         raise DataError(what, where=f"data.vocabulary: {config.vocabulary}", fix="leave it out: the run has its own")
     return tokenizer
 
@@ -135,7 +135,7 @@ def _numbered(texts: list[str], tokenizer: Any, lengths: LengthsConfig) -> list[
     if lengths.truncate:
         marks = tokenizer.num_special_tokens_to_add(False)
         if lengths.max_length <= marks:  # the library would not truncate
-            what = f"{lengths.max_length} places, and the tokenizer puts {marks} tokens around each text"
+            what = f"{lengths.max_length} tokens, but the tokenizer adds {marks} to each text"
             raise DataError(what, where="data.lengths.max_length", fix=f"raise it above {marks}")
         tokenizer.enable_truncation(lengths.max_length)
     numbers = [np.array(one.ids, np.int32) for one in tokenizer.encode_batch(texts)]

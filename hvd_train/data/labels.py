@@ -42,7 +42,7 @@ def class_column(
     """
     shape = tuple(int(k) for k in labels.shape[1:])
     if inputs and shape not in ((), (1,)) and (shape != inputs[1 : 1 + len(shape)] or 0 in shape):
-        fix = "store one whole number per sample, or one per place of the inputs; or set another task.loss"
+        fix = "store one whole number per sample, or one per position of the inputs; or set another task.loss"
         raise DataError(f"{title} of shape {labels.shape} for inputs {inputs}", where=where, fix=fix)
     kind, missing = np.dtype(labels.dtype), list[str]()
     if kind.kind == "U" and shape in ((), (1,)):
@@ -65,8 +65,8 @@ def class_column(
         count, remarks = _numbered_classes(title, labels, distinct, known, where, bool(shape), ignored)
     if names and 0 <= ignore < len(names) and names[ignore] != str(ignore) and values_of(names) is not None:
         # Once numbered, labels of that class would equal ignore_index and be left out.
-        what = f"class {names[ignore]} gets the number {ignore}, which task.ignore_index takes for no label"
-        fix = "leave data.classes out; or store what does not count as -100, and leave task.ignore_index out"
+        what = f"class {names[ignore]} gets the number {ignore}, which is task.ignore_index"
+        fix = "leave data.classes out; or store missing labels as -100, and leave task.ignore_index out"
         raise DataError(what, where=where, fix=fix)
     long = next((name for name in names or () if len(name) > MAX_NAME), None)
     if long:
@@ -106,8 +106,8 @@ def _numbered_classes(
         bound = f"[0, {count})" if count is not None else "0, 1, 2, ..."
         bad = low if low < 0 else high
         what = f"label {bad} of sample {_first(labels, bad)} is out of range: {bound} expected"
-        advice = f"; task.ignore_index: {bad} leaves such places out" * (per_position and bad in (-1, NO_LABEL))
-        raise DataError(what, where=where, fix=f"mend the labels or data.num_classes{advice}")
+        advice = f"; task.ignore_index: {bad} leaves such labels out" * (per_position and bad in (-1, NO_LABEL))
+        raise DataError(what, where=where, fix=f"correct the labels or data.num_classes{advice}")
     # Labels per position may be ids of a large vocabulary, most of which a small text does not use.
     if count is None and high >= max(len(labels) + known.samples, MARKS if per_position else 0):
         what = f"labels up to {high:,} are {high + 1:,} classes, and there are {len(labels):,} samples"
@@ -125,8 +125,8 @@ def _remark_on_unlabeled(title: str, distinct: list[int]) -> tuple[str, ...]:
     others = [value for value in distinct if value != NO_LABEL]
     if distinct[-1:] != [NO_LABEL] or not others or others[-1] == NO_LABEL - 1:
         return ()
-    what = f"{title}: {NO_LABEL} is taken for a class, of {NO_LABEL + 1}, and {others[-1]} is the largest of the others"
-    return (f"{what} (if it stands for places without a label, set task.ignore_index: {NO_LABEL})",)
+    what = f"{title}: {NO_LABEL} is treated as one of {NO_LABEL + 1} classes, but the largest other is {others[-1]}"
+    return (f"{what} (if it means no label, set task.ignore_index: {NO_LABEL})",)
 
 
 def _remarks_on_classes(
@@ -155,7 +155,7 @@ def _word_classes(
     if names is None:
         names = words.names
         if known.whose == "the run" and known.count not in (None, len(names)):
-            what = f"{title} are {listing(names)}, and the run has {known.count} classes whose names it does not know"
+            what = f"{title} are {listing(names)}, and the run has {known.count} classes without names"
             raise DataError(what, where=where, fix="give data.classes: all its names, in the order of the training")
     numbers = {name: k for k, name in enumerate(names or map(str, range(known.count or known.trained or 0)))}
     used = np.unique(words.codes).tolist()
@@ -167,7 +167,7 @@ def _word_classes(
         raise known.strange(strange, _sample(where, words, words.names.index(strange[0])))
     if known.count is not None and known.count < len(names):
         what = f"{title} are {len(names)} classes, {listing(names)}, and data.num_classes is {known.count}"
-        raise DataError(what, where=where, fix="leave it out, or mend the labels")
+        raise DataError(what, where=where, fix="leave it out, or correct the labels")
     of_codes = [numbers.get(name, -1) for name in words.names]
     masked = any(of_codes[code] == ignore for code in used)
     # A code is not a class number yet, so none may be compared with ignore_index.

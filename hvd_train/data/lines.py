@@ -44,7 +44,7 @@ def check_empty_lines(path: Path) -> None:
             if not cells:
                 empty = empty or row
             elif empty:
-                raise DataError("an empty line", where=f"{path}, row {empty}", fix="mend it, or leave it out")
+                raise DataError("an empty line", where=f"{path}, row {empty}", fix="correct it, or leave it out")
 
 
 def remark_on_lines(path: Path, rows: int) -> str:
@@ -59,5 +59,5 @@ def remark_on_lines(path: Path, rows: int) -> str:
         lines = sum(1 for line in stream if line.rstrip(b"\r\n"))
     if lines <= rows + 1:
         return ""
-    what = f"{path} has {rows:,} rows in {lines - 1:,} lines: cells between quotation marks hold line breaks"
-    return f"{what} (a mark that is not closed joins rows: write it twice, within marks)"
+    what = f"{path} has {rows:,} rows in {lines - 1:,} lines: some quoted cells hold line breaks"
+    return f"{what} (an unclosed quotation mark joins rows: double it within quotation marks)"

@@ -118,16 +118,16 @@ def _mix(
 def _check(sample: Sample, ordered: bool, config: TransformConfig, where: str) -> None:
     """Refuse inputs or labels that cannot be mixed."""
     if ordered:
-        what = "a stream is read in its own order, and gives no other sample to mix with"
+        what = "a stream is read in its own order, so there is no other sample to mix with"
         raise DataError(what, where=where, fix="leave it out, or give an object with fetch")
     fields = [*sample.labels.values()]
     if len(fields) != 1 or not fields[0].classes or fields[0].shape or fields[0].masked:
         listed = ", ".join(f"{name} {field}" for name, field in sample.labels.items())
-        fix = "leave it out: it is for one class of each sample, with task.loss: cross_entropy"
-        raise DataError(f"the labels are no classes of samples: {listed}", where=where, fix=fix)
+        fix = "leave it out: it needs one class per sample (task.loss: cross_entropy)"
+        raise DataError(f"the labels are not one class per sample: {listed}", where=where, fix=fix)
     for name, field in sample.inputs.items():
         if field.whole:
-            what = f"{name} of {field} holds whole numbers, which have no mean"
+            what = f"{name} of {field} holds whole numbers, which cannot be averaged"
             raise DataError(what, where=where, fix="it is for numbers with a fraction and for bytes of images")
         if config.name == "cutmix" and (not field.image or len(sample.inputs) > 1):
             what = f"{name} of shape {field.shape} is not the only input, or not an image (height, width, channels)"

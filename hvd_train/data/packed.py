@@ -135,7 +135,7 @@ def mapped(folder: Path, field: Field, shard: Shard) -> np.ndarray:
 
 def _check_size(path: Path, shard: Shard) -> None:
     if Path(shard.file).name != shard.file:
-        raise DataError(f"names '{shard.file}', which lies elsewhere", where=str(path.parent / MANIFEST), fix=AGAIN)
+        raise DataError(f"names '{shard.file}', not a file in it", where=str(path.parent / MANIFEST), fix=AGAIN)
     try:
         size = path.stat().st_size
     except OSError as error:

@@ -96,5 +96,5 @@ def check_lengths(lengths: np.ndarray, name: str, where: str, config: LengthsCon
     if lengths.max(initial=0) > config.max_length and not config.truncate:
         bad, count = int(np.argmax(lengths)), int((lengths > config.max_length).sum())
         what = f"{name} of sample {bad} has the length {lengths[bad]:,}, over {config.max_length:,}"
-        more = f" (so have {count - 1:,} others)" if count > 1 else ""
+        more = f" (and {count - 1:,} others)" if count > 1 else ""
         raise DataError(what + more, where=where, fix=LONGER)

@@ -33,8 +33,8 @@ class Stream:
         self._epoch = None
         # The first sample again, from a new iterator.
         if list(map(_bytes, self.fetch(np.zeros(1, np.int64)))) != list(map(_bytes, self._first)):
-            what = "begun anew, the stream gives another first sample: ranks and resumed runs would read different ones"
-            fix = "let each iter give the same, random numbers of a fixed seed too; iterate(epoch, start) may use epoch"
+            what = "a second iteration starts with another sample, so ranks and resumed runs would read different ones"
+            fix = "return the same samples in each iteration (fixed seeds); iterate(epoch, start) may use epoch"
             raise DataError(what, where=where, fix=fix)
 
     def __len__(self) -> int:

@@ -48,7 +48,7 @@ def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
         _check_columns(file, features, labels, request.run)
         table = tables.Table.read(file, columns)
         if table.late and not parts and not config.features and not request.run:
-            remarks.append(f"{named('key', table.late)} of {file} left out, as its first line is without")
+            remarks.append(f"{named('key', table.late)} of {file} left out, as its first line lacks them")
         of_part = _of_lists if any(table.is_list(name) for name in columns) else _of_table
         lines = [*([] if parts else remarks), *filter(None, [table.joined])]
         parts[part] = of_part(table, features, labels, classes, config, task, lines)
@@ -71,7 +71,7 @@ def _features(
             return config.features or others, []
     if not columns:
         names = config.features or others
-        return names, [f"the run was trained without columns: they are taken as they stand, {listing(names)}"]
+        return names, [f"the run has no column names: columns are used in this order: {listing(names)}"]
     if config.features and set(config.features) != set(columns):
         what = f"data.features are {listing(config.features)}, and the run was trained with {listing(columns)}"
         raise DataError(what, where="data.features", fix="leave it out: the run knows its columns")
@@ -91,7 +91,7 @@ def _without_index(names: Sequence[str]) -> tuple[list[str], list[str]]:
     if not index or not kept:
         return list(names), []
     verb = "is" if len(index) == 1 else "are"
-    what = f"{named('column', [repr(name) for name in index])} {verb} left out, as pandas writes the numbers of rows so"
+    what = f"{named('column', [repr(name) for name in index])} {verb} left out, as pandas names row numbers like this"
     return kept, [f"{what} (data.features takes columns by name)"]
 
 
@@ -101,7 +101,7 @@ def _remarks_on_counters(table: tables.Table, inputs: np.ndarray, features: Sequ
         return []
     counters = [name for name, x in zip(features, inputs.T, strict=True) if (np.diff(x) == 1).all()]
     return [
-        f"column '{name}' of {table.path} counts the rows: if it is a number of theirs and no measurement, leave it "
+        f"column '{name}' of {table.path} counts the rows: if it is a row number and not a measurement, leave it "
         "out by data.features"
         for name in counters
     ]

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 SUFFIXES = (".csv", ".tsv", ".parquet", ".jsonl")
 TYPED = (".parquet", ".jsonl")  # columns have types, so text that looks like numbers is text
 BLOCK = 1 << 20  # pyarrow's default
-MEND = "mend it, or leave the row or the column out"
-WORDS = "mend it, or leave the row out; words are classes under task.loss: cross_entropy alone, else number them first"
-MIXED = "mend it; or list data.classes, as words"
+MEND = "correct it, or leave the row or the column out"
+WORDS = "correct it, or leave the row out; words are classes only with task.loss: cross_entropy, else number them"
+MIXED = "correct it; or list data.classes, as words"
 KINDS = {"int64": "whole number of 64 bits", "float64": "number"}
 
 
@@ -77,7 +77,7 @@ def names_of(path: Path) -> list[str]:
         raise unreadable(path, error, "table") from error
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise DataError(f"columns that stand twice: {', '.join(twice)}", where=str(path), fix="rename them")
+        raise DataError(f"duplicate columns: {', '.join(twice)}", where=str(path), fix="rename them")
     return names
 
 
@@ -150,7 +150,7 @@ class Table:
             if broken:
                 row = broken[0]
                 what = f"{row.actual_columns} cells of {row.expected_columns}: '{row.text[:60]}'"
-                raise DataError(what, where=f"{path}, row {row.number - 1}", fix="mend it, or leave it out") from error
+                raise DataError(what, where=f"{path}, row {row.number - 1}", fix="correct or remove it") from error
             if "UTF8" in str(error):
                 raise _no_utf8(path, "its cells") from error
             raise unreadable(path, error, "table") from error
@@ -185,7 +185,7 @@ class Table:
             return
         if loses_differences(values, stored).any() and (values != np.rint(values)).any():
             row = int(np.argmax(np.abs(stored - values)))
-            what = f"column '{name}' holds numbers whose differences 32 bits round"
+            what = f"column '{name}' holds numbers whose differences float32 rounds"
             example = f"{values[row]:.15g} -> {stored[row]:.15g}"
             self.notes.append(f"{what}: {example} (count times from the first; subtract a mean)")
             return
@@ -202,7 +202,7 @@ class Table:
             rounded = stored.astype(exact.dtype) != exact
         if rounded.any():
             row = int(np.argmax(rounded))
-            what = f"column '{name}' holds whole numbers that 32 bits round: {column[row].as_py()} -> {stored[row]:.0f}"
+            what = f"column '{name}' holds integers that float32 rounds: {column[row].as_py()} -> {stored[row]:.0f}"
             self.notes.append(f"{what} (leave out ids by data.features; count times from the first)")
 
     def classes(self, name: str, known: Classes, ignore: int) -> np.ndarray | Words:
@@ -307,7 +307,7 @@ class Table:
         kind = str(flat.type)
         numbers = kind.startswith(("int", "uint") if whole else ("int", "uint", "float", "double", "halffloat"))
         if not numbers or flat.null_count:
-            what = f"column '{name}' holds lists of {kind}{', some of nothing' * bool(flat.null_count)}"
+            what = f"column '{name}' holds lists of {kind}{' with missing values' * bool(flat.null_count)}"
             fix = f"store lists of {'whole ' * whole}numbers, not of lists or words"
             raise DataError(what, where=str(self.path), fix=fix)
         return np.asarray(flat), lengths

@@ -130,19 +130,19 @@ def _built_in(config: TransformConfig, sample: Sample, where: str) -> _Step:
         label for label, field in sample.labels.items() if len(field.shape) > 1 or (field.shape and field.classes)
     ]
     if placed and config.name in MOVING:
-        raise DataError(f"labels at each place ({', '.join(placed)}) would stay where they are", where=where)
+        raise DataError(f"labels per pixel ({', '.join(placed)}) would not move along", where=where)
     if config.name == "random_crop" and config.size and (config.size, config.size) != field.shape[:2]:
         what = f"size {config.size} of images of {field.shape[0]} x {field.shape[1]}"
         fix = "leave size out: samples keep their shape, which validation has too"
         raise DataError(what, where=where, fix=fix)
     if no_window_fits(config, *field.shape[:2]):
-        what = f"no window of these areas and shapes fits into images of {field.shape[0]} x {field.shape[1]}"
-        raise DataError(what, where=where, fix="give other bounds on width over height: ratio, or on the area: scale")
+        what = f"no window of these areas and aspect ratios fits into images of {field.shape[0]} x {field.shape[1]}"
+        raise DataError(what, where=where, fix="change ratio (bounds on width / height) or scale (bounds on the area)")
     if np.array(config.fill).astype(field.dtype) != config.fill:
         what = f"fill {config.fill:g} is no {field.dtype}"
         raise DataError(what, where=where, fix="give the value of a pixel as it is stored: bytes are 0 to 255")
     if config.saturation and field.shape[-1] != 3:
-        what = f"{name} of shape {field.shape} has no colours"
+        what = f"{name} of shape {field.shape} has no colors"
         raise DataError(what, where=f"{where}, saturation", fix="leave it out: it is for three channels")
     work = BUILT_IN[config.name]
     return lambda inputs, draws: {**inputs, name: work(inputs[name], draws, config)}
@@ -155,8 +155,8 @@ def _remarks_on_places(sample: Sample, configs: Sequence[TransformConfig], task:
         return ()
     losses = {name: task.term(name)[0] for name in sample.labels}
     return tuple(
-        f"labels '{name}' are {field.shape[0]} numbers, which {', '.join(moving)} leaves as they are (places in the "
-        "image, as of boxes and points, would be wrong)"
+        f"labels '{name}' are {field.shape[0]} numbers, which {', '.join(moving)} does not change (coordinates in the "
+        "image, such as boxes and points, would be wrong)"
         for name, field in sample.labels.items()
         if len(field.shape) == 1 and field.shape[0] > 1 and not field.classes and losses[name] != "bce"
     )

@@ -75,7 +75,7 @@ def _source(
                 return RaggedSource(part, task, where, classes, config.images, labelled, config.lengths)
             return UserSource(part, task, where, classes, config.images, labelled)
         if config.lengths:
-            what = "a stream is read in its own order, so its samples are not put together by their lengths"
+            what = "a stream is read in its own order, so its samples cannot be grouped by length"
             raise DataError(what, where="data.lengths", fix="give an object with fetch and lengths")
         if config.workers > 1:
             raise DataError("a stream is read by one thread, in order", where="data.workers", fix="set it to 1")
@@ -211,7 +211,7 @@ class RaggedSource(UserSource):
         wanted = np.minimum(self._lengths[indices], self._config.max_length)
         if not np.array_equal(rows.lengths, wanted):
             bad = int(np.argmax(rows.lengths != wanted)) if len(rows) == len(wanted) else 0
-            what = f"{name} of sample {indices[bad]} has not the length that the source's lengths say"
+            what = f"{name} of sample {indices[bad]} does not have the length given by the source's lengths"
             raise DataError(what, where=self._where, fix="lengths[k] is the length of sample k")
         return rows
 

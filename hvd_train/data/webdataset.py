@@ -116,7 +116,7 @@ def find_shards(path: Path) -> dict[str, list[Path]]:
         return {"all": others}
     if others or "train" not in places:
         what = f"{others[0].name} beside those of {', '.join(map(str, places))}" if others else "no training part"
-        fix = f"let each name have the word of its part: {', '.join(names[0] for names in PART_NAMES.values())}"
+        fix = f"put the name of its part into each file name: {', '.join(names[0] for names in PART_NAMES.values())}"
         raise DataError(what, where=str(path), fix=fix)
     return {str(part): files for part, files in places.items()}
 
@@ -174,7 +174,7 @@ def _members(tar: Path) -> list[Member]:
     if not whole:
         raise DataError("the tar file is cut off", where=str(tar), fix="copy it again")
     if more:
-        what = "there is more after the end of the archive, as where tar files were joined by cat"
+        what = "there are data after the end of the archive, as if tar files were joined by cat"
         raise DataError(what, where=str(tar), fix="keep them as separate files, or join them with tar -A")
     return members
 

@@ -74,7 +74,7 @@ def begin(sweep: Sweep, resume: bool) -> None:
             put(run_dir / CONFIG, resolved_yaml(trial.config).encode())
         put(path, json.dumps(content, indent=1).encode() + b"\n")
     except FileNotFoundError as error:
-        raise ConfigError("there is no sweep to go on with", where=str(path), fix="leave out --resume") from error
+        raise ConfigError("there is no sweep to continue", where=str(path), fix="leave out --resume") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot be used: {str(error).splitlines()[0]}", where=str(path)) from error
 

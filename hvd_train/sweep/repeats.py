@@ -30,7 +30,7 @@ def repeats(
     if seeds:
         spaces[SEED] = [seed + k for k in range(seeds)]
     if spaces and halving:
-        what = "goes on with the best trials, and repeats are compared by their mean at the end"
+        what = "continues with the best trials, but repeats are compared by their mean at the end"
         raise ConfigError(what, where="--halving", fix=f"leave out {OPTIONS[next(iter(spaces))]}")
     for key in spaces:
         if any(param.partition("=")[0].strip() == key for param in params):

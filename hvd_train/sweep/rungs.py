@@ -41,7 +41,7 @@ def ladder(trials: Sequence[Trial], eta: int | None) -> list[Rung]:
     while eta ** (halvings + 1) <= min(units, len(trials)):
         halvings += 1
     if not halvings:
-        what = f"too few trials ({len(trials)}) or evaluations ({units} a trial) to go on with 1 in {eta}"
+        what = f"too few trials ({len(trials)}) or evaluations ({units} a trial) to continue 1 in {eta}"
         raise ConfigError(what, where="--halving", fix="give more values or epochs, or leave it out")
     ends = [every * (units // eta ** (halvings - k)) for k in range(halvings)]
     return [Rung(end, len(trials) // eta**k) for k, end in enumerate([*ends, None])]

@@ -60,7 +60,7 @@ class Objective:
         row = METRICS[name]
         if row.metric_class.one_label_only and form.kind == "labels":
             fix = "leave it out, or take accuracy or recall_macro"
-            raise ConfigError("several labels of yes and no, and it is of one", where=f"task.metrics: {name}", fix=fix)
+            raise ConfigError("it is for one label, not for several", where=f"task.metrics: {name}", fix=fix)
         return row.metric_class(form, self.masked or self._of_classes, **row.options)
 
     def _check_metrics(self) -> None:
@@ -70,7 +70,7 @@ class Objective:
         of_loss, other = ("classes", "numbers") if self.loss == "cross_entropy" else ("numbers", "classes")
         for name in self._built_in:
             if METRICS[name].labels == other:
-                fix = f"leave it out: it is of {other}, and the loss {self.loss} of {of_loss}"
+                fix = f"leave it out: it is for {other}, and the loss {self.loss} is for {of_loss}"
                 raise ConfigError("the metric does not fit the loss", where=f"task.metrics: {name}", fix=fix)
 
     def _check_classes(self, count: int) -> None:
@@ -78,7 +78,7 @@ class Objective:
         for name in self._built_in:
             if count > 2 and METRICS[name].metric_class.two_classes_only:
                 fix = "leave it out, or give a metric of your own"
-                raise ConfigError(f"{count} classes, and it is of two", where=f"task.metrics: {name}", fix=fix)
+                raise ConfigError(f"it is for two classes, not {count}", where=f"task.metrics: {name}", fix=fix)
 
     def _form_of_labels(self) -> LabelForm:
         """Derive the form of the labels from the data; with a user's loss ``probe`` derives it from outputs, too."""
@@ -90,8 +90,8 @@ class Objective:
         """Select the outputs or labels of this objective; for mixed samples, the class with the larger share."""
         if isinstance(tensors, Mapping) and PARTNER in tensors:
             if self.user_loss and self.weighted_by_data:
-                what = "the loss gives weights, and samples that are mixed have two labels"
-                fix = "give values alone, or leave mixup and cutmix out of data.transforms; for rare classes there is"
+                what = "the loss returns weights, but mixed samples have two labels"
+                fix = "return values alone, or leave mixup and cutmix out of data.transforms; for rare classes there is"
                 raise ConfigError(
                     what, where=f"task.loss: {self.loss}", fix=f"{fix} data.sampling: balanced", common=True
                 )
@@ -219,9 +219,7 @@ class Objective:
             has_classes = z.shape[-1] > 1 and len(z.shape) == len(y.shape) + 1
             if has_classes and not fits(tuple(z.shape), tuple(y.shape), 0):
                 what = f"the model gives outputs of shape {tuple(z.shape)} for labels of shape {tuple(y.shape)}"
-                fix = (
-                    "let it give the classes in the last axis, or a number for each label; or give a metric of your own"
-                )
+                fix = "return the classes in the last axis, or a number for each label; or give a metric of your own"
                 raise ConfigError(what, where=where, fix=fix)
             self._check_classes(z.shape[-1] if has_classes else 0)
             takes = METRICS[name].labels
@@ -239,7 +237,7 @@ class Objective:
             z = self._ops.reshape(z, (-1, *(int(k) for k in tuple(y.shape)[1:])))
         if tuple(z.shape)[1:] != tuple(y.shape)[1:]:
             what = f"the model gives outputs of shape {tuple(z.shape)} for labels of shape {tuple(y.shape)}"
-            raise ConfigError(what, where=where, fix="a model for it gives a number for each number of the labels")
+            raise ConfigError(what, where=where, fix="the model must return one number for each number of the labels")
         return z, self._ops.cast(y, self._ops.dtype(z))
 
     def _without_column(self, z: Tensor, y: Tensor) -> Tensor:

@@ -184,8 +184,8 @@ class Task:
         """Check that W equals ``counts``, computed from labels before the step, by which gradients were divided."""
         for objective, (_, place), count in zip(self.objectives, self.entries, counts.tolist(), strict=True):
             if not math.isclose(sums[place], count, rel_tol=1e-3):
-                what = f"the weights add up to {sums[place]:g}, and for outputs of zeros to {count:g}"
-                fix = "let weights follow from the labels alone; what outputs change belongs into the values"
+                what = f"the weights add up to {sums[place]:g}, but for outputs of zeros to {count:g}"
+                fix = "compute weights from the labels alone; what depends on outputs belongs in the values"
                 raise ConfigError(what, where=f"task.loss: {objective.loss}", fix=fix, common=True)
 
     def finite(self, sums: np.ndarray) -> bool:

@@ -44,18 +44,18 @@ class UserFunction:
         ``weights``: (n,), of the samples. ``weighted``: whether it returned weights before; None: not known yet.
         """
         values, position_weights = self._call(outputs, labels)
-        fix = "give a value for each sample or place (losses of PyTorch: reduction='none', of Keras: reduction=None)"
-        fix += "; of class weights w give (values without weights, w[labels]): their mean divides by the sum of weights"
+        fix = "return a value for each sample or position (PyTorch's losses: reduction='none', Keras': reduction=None)"
+        fix += "; with class weights w return (unweighted values, w[labels]): their mean divides by the sum of weights"
         if weighted is not None and weighted != (position_weights is not None):
             what = "the function gives weights for some batches and none for others"
             raise ConfigError(what, where=self.where, fix="give them always")
         for x in (values,) if position_weights is None else (values, position_weights):
             if not hasattr(x, "shape"):
-                what = f"the function gives {type(x).__name__}, and no tensor"
+                what = f"the function gives {type(x).__name__}, not a tensor"
                 raise ConfigError(what, where=self.where, fix=fix)
             shape = tuple(x.shape)
             if not shape:
-                what = "the function gives one number for a batch: a mean over parts of unequal size is no mean of all"
+                what = "the function gives one number for a batch, but means of unequal parts cannot be averaged"
                 raise ConfigError(what, where=self.where, fix=fix)
             # A size is None while a graph is traced.
             if None not in (shape[0], weights.shape[0]) and shape[0] != weights.shape[0]:
@@ -78,13 +78,13 @@ class UserFunction:
         if alone[1:] != tuple(values.shape)[1:]:
             shapes = " and ".join(str(for_each(lambda x: tuple(x.shape), x)) for x in (outputs, labels))
             what = f"the function gives {tuple(values.shape)} for 2 samples and {alone} for one, of outputs and labels"
-            fix = "bring both to one shape: of outputs or labels (n, 1), outputs[:, 0] and labels[:, 0] are (n,)"
+            fix = "give both the same shape: outputs[:, 0] and labels[:, 0] turn (n, 1) into (n,)"
             raise ConfigError(f"{what} {shapes}", where=self.where, fix=fix)
         self.compares = self._compares(outputs, labels, ops)
         if self.compares:
             what = "the value of a sample depends on the others of its batch"
             self.remark = (
-                f"{what}: each rank compares those of its part, so another number of ranks gives other numbers"
+                f"{what}: each rank compares its own part of the batch, so the value depends on the number of ranks"
             )
         elif position_weights is None and self._weighs_classes(labels, ops):
             what = "its values have the weights of their classes, and their mean divides by the number of samples"
@@ -211,7 +211,7 @@ class UserLibraryMetric(Metric):
         self.length = len(together)
         each = sum(sums_of(slice(k, k + 1)) for k in range(MADE_UP))
         if not np.allclose(together, each, rtol=1e-4, atol=1e-6, equal_nan=True):
-            what = "what it keeps of some samples is not the sum of what it keeps of each"
+            what = "its state after several samples is not the sum of its states after each"
             fix = "write a function that gives a value for each sample, or one with a result"
             raise ConfigError(what, where=self.where, fix=fix)
         self.result(together)
@@ -254,7 +254,7 @@ class UserSums(Metric):
         length = self.length if self._probed else None
         if position_weights is not None or len(columns) > 1 or (length is not None and (*columns, 1)[0] != length):
             shape = "(values, weights)" if position_weights is not None else str(tuple(values.shape))
-            fix = f"a metric with a result gives (samples, {length or 'k'}): of each sample the numbers that are added"
+            fix = f"a metric with a result gives (samples, {length or 'k'}): the numbers of each sample that are summed"
             raise ConfigError(f"the function gives {shape}", where=function.where, fix=fix)
         # In 64 bits, as differences of large squares lose digits.
         count = ops.reshape(ops.cast(weights, "float64"), (-1, 1))  # (n, 1)
@@ -292,7 +292,7 @@ def user_metric(
     try:
         metric = named() if isinstance(named, type) else named
     except TypeError as error:
-        fix = f"make it in a file of yours and name it there: metrics: ['mine:metric'], metric = {named.__name__}(...)"
+        fix = f"create it in a file of yours and name it: metrics: ['mine:metric'], metric = {named.__name__}(...)"
         raise ConfigError(
             f"it cannot be made without arguments: {named_reason(error)}", where=where, fix=fix
         ) from error
@@ -312,8 +312,8 @@ def user_metric(
 
 def no_comparison(title: str) -> ConfigError:
     """Make the error for a library metric that averages numbers and takes no labels."""
-    fix = "name the function of which it is the mean: it is called with (outputs, labels)"
-    return ConfigError(f"{title} compares no outputs with labels", fix=fix)
+    fix = "name the function that it averages; it is called with (outputs, labels)"
+    return ConfigError(f"{title} does not compare outputs with labels", fix=fix)
 
 
 def _is_of_keras(function: Any) -> bool:

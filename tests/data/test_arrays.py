@@ -180,7 +180,7 @@ def test_infinity_and_overflow_are_found():
             source.fetch(np.array([5, 4]))
     named = np.hstack([np.full((6, 1), np.nan), np.ones((6, 2))])  # text that NumPy read as numbers
     with pytest.raises(
-        DataError, match="column 0 of the inputs holds NaN or infinity in each of 3 samples; here; is it text"
+        DataError, match="column 0 of the inputs holds NaN or infinity in each of 3 samples; here; if it is text"
     ):
         Arrays(named, np.zeros(6, int), "here").fetch(np.arange(3))
     large = np.full((2, 100), 3e38, np.float32)  # finite, though their sum is not

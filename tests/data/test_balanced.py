@@ -51,7 +51,7 @@ def test_an_epoch_has_as_many_of_each_class(train):
     for epoch in range(3):
         assert np.bincount(samples(source, epoch=epoch)[1]).tolist() == [517] * 4
     assert source.note.endswith(
-        "data.sampling: balanced: an epoch takes 517 samples of each class, of which there are 1 to 2,000"
+        "data.sampling: balanced: an epoch takes 517 samples of each class (classes have 1 to 2,000)"
     )
 
 
@@ -61,7 +61,7 @@ def test_samples_without_a_class_are_left_out_and_told():
     source = opened((INPUTS, labels)).train
     _, drawn = source.drawn(np.arange(len(source)), 3, 0)
     assert np.bincount(drawn["label"]).tolist() == [517] * 4
-    assert source.note.endswith("of which there are 1 to 1,500; 500 samples without a class are left out")
+    assert source.note.endswith("(classes have 1 to 1,500); 500 samples without a class are left out")
 
 
 def test_an_ignored_label_among_the_numbers_of_classes_is_no_class():
@@ -70,7 +70,7 @@ def test_an_ignored_label_among_the_numbers_of_classes_is_no_class():
     _, drawn = source.drawn(np.arange(len(source)), 3, 0)
     assert np.bincount(drawn["label"]).tolist() == [0, 690, 689, 689]
     assert source.note.endswith(
-        "an epoch takes 689 or 690 samples of each class, of which there are 1 to 2,000; "
+        "an epoch takes 689 or 690 samples of each class (classes have 1 to 2,000); "
         "7 samples without a class are left out"
     )
 
@@ -142,8 +142,8 @@ del Stream.fetch
 @pytest.mark.parametrize(
     ("train", "keys", "words"),
     [
-        ((INPUTS, LABELS[:, None] * 1.0), {"task": TaskConfig(loss="mse")}, "the labels are no classes of samples"),
-        ((np.zeros((9, 5), np.int64), np.arange(45).reshape(9, 5) % 3), {}, "the labels are no classes of samples"),
+        ((INPUTS, LABELS[:, None] * 1.0), {"task": TaskConfig(loss="mse")}, "the labels are not one class per sample"),
+        ((np.zeros((9, 5), np.int64), np.arange(45).reshape(9, 5) % 3), {}, "the labels are not one class per sample"),
         ((INPUTS, LABELS), {"num_classes": 5}, "no training sample is of class 4"),
         ((INPUTS, np.array(["a", "b"])[LABELS % 2]), {"num_classes": 3}, "no training sample is of class 2"),
         ((INPUTS, np.minimum(LABELS, 1)), {"classes": ["a", "b", "c"]}, "no training sample is of class c"),

@@ -110,7 +110,7 @@ def opened(labels, ignored, classes=None):
 def test_a_class_that_gets_the_number_of_no_label_is_refused(classes):
     """Of the labels 0 to 3 with 0 ignored, those of class 1 got the number 0 and were ignored, too."""
     labels = np.arange(12) % 4
-    with pytest.raises(DataError, match=r"class [13] gets the number 0, which task.ignore_index takes for no label"):
+    with pytest.raises(DataError, match=r"class [13] gets the number 0, which is task.ignore_index"):
         opened(labels, 0, classes)
     texts = labels[labels > 0].astype(str)
     with pytest.raises(DataError, match="gets the number 0"):

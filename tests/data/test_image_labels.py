@@ -96,7 +96,7 @@ def test_a_loss_of_the_users_gets_fractions_as_they_are_and_is_told_of_places(tm
         found = all_labels(opened(kind, KINDS[kind](tmp_path / kind, FRACTIONS), OWN))
         assert set(found.tolist()) == {2.5, 10, -33}
     data = opened("imagefolder", folders(tmp_path / "whole", WHOLE), OWN)
-    assert "mine:loss gets classes by their places: 10 as 0, 2 as 1, 33 as 2 (data.classes" in data.remarks[0]
+    assert "mine:loss gets classes in alphabetical order: 10 as 0, 2 as 1, 33 as 2 (data.classes" in data.remarks[0]
     assert not opened("imagefolder", folders(tmp_path / "places", ("0", "1", "2")), OWN).remarks
 
 
@@ -110,7 +110,7 @@ def test_all_parts_and_the_run_decide_what_names_are(tmp_path):
     assert all_labels(of_run).tolist() == [3] * 5 + [4] * 5
     folders(tmp_path / "words", ("3", "cat"))
     said = fault("imagefolder", tmp_path / "words", OWN, DataRequest(data.sample, "all"))
-    assert "class cat is no number, and the run was trained on numbers" in said
+    assert "class cat is not a number, and the run was trained on numbers" in said
 
 
 def test_numbers_are_packed(tmp_path):

@@ -98,12 +98,12 @@ def test_255_in_a_mask_of_classes_is_told():
     """Pascal VOC's places without a label: they were a class of 256, and every mean over classes wrong."""
     masks = np.where(MASKS, np.uint8(1), np.uint8(255))
     (remark,) = opened(masks, IMAGES).remarks
-    assert remark.startswith("labels: 255 is taken for a class, of 256") and "task.ignore_index: 255" in remark
+    assert remark.startswith("labels: 255 is treated as one of 256 classes") and "task.ignore_index: 255" in remark
     data = opened(masks, IMAGES, {"ignore_index": 255})
     assert data.sample.labels["label"].classes == 2 and not data.remarks
     assert not opened(masks, IMAGES, num_classes=256).remarks
     assert not opened(np.tile(np.arange(256, dtype=np.uint8).reshape(16, 4, 4), (2, 1, 1))[:N], IMAGES).remarks
-    assert "task.ignore_index: 255 leaves such places out" in fault(masks, IMAGES, num_classes=2)
+    assert "task.ignore_index: 255 leaves such labels out" in fault(masks, IMAGES, num_classes=2)
     assert "ignore_index" not in fault(BITS * 2, num_classes=2)
 
 
@@ -131,7 +131,7 @@ def test_times_of_arrays_that_32_bits_round_are_told():
     """As those of tables are: seconds since 1970 have steps of 128 in 32 bits."""
     times = 1_790_000_001 + np.arange(2.0 * N).reshape(N, 2)
     (line,) = opened(BITS, times).remarks
-    assert line.startswith("inputs hold whole numbers above 2^24, which 32 bits round")
+    assert line.startswith("inputs hold whole numbers above 2^24, which float32 rounds")
     (line,) = opened(times[:, 0], task={"loss": "mse"}).remarks
     assert line.startswith("labels hold whole numbers")
     for quiet in (
@@ -152,7 +152,7 @@ def test_numbers_whose_differences_32_bits_round_are_told(first):
     times = first + np.arange(2.0 * N).reshape(N, 2) / 2048
     assert len(np.unique(times.astype(np.float32))) < 2 * N
     (line,) = opened(BITS, times).remarks
-    assert line.startswith("inputs hold numbers whose differences 32 bits round")
+    assert line.startswith("inputs hold numbers whose differences float32 rounds")
     (line,) = opened(times[:, 0], task={"loss": "mse"}).remarks
     assert line.startswith("labels hold numbers whose")
 
@@ -191,7 +191,7 @@ def test_ignored_labels_that_count_in_a_loss_of_the_users_are_told(monkeypatch, 
         task = Task(TaskConfig(loss=f"own_labels:{name}"), data.sample, NumpyOps())
         task.probe(np.zeros(2), {"label": np.zeros(2, data.sample.labels["label"].dtype)}, np.ones(2))
         found = _ignored_labels(SimpleNamespace(data=data, frontend=SimpleNamespace(task=task)))
-        start = f"labels 'label' hold {told}, and the values of loss there count in its mean"
+        start = f"labels 'label' hold {told}, but values of loss there count in its mean"
         assert [line[: len(start)] for line in found] == [start] * (lines if told else 0)
 
 

@@ -120,7 +120,7 @@ def test_lengths_are_needed():
     ("lines", "words"),
     [
         ('{"text": "a", "kind": 0}\n{"text"', "not JSON: Expecting ':' delimiter (character 8); "),
-        ('{"text": "a", "kind": 0}\n{"text"', "line 2; mend it"),
+        ('{"text": "a", "kind": 0}\n{"text"', "line 2; correct it"),
         ('{"text": "a", "kind": 0}\n{"text": \n{"text": "b", "kind": 1}', "Expecting value (character 10); "),
         ('{"text": "a", "kind": 0}\n[1]', "not an object of names and values"),
         ('{"text": "a", "kind": 0}\n{"text": "a"}', "'kind' has no value"),
@@ -191,7 +191,7 @@ def test_keys_that_the_first_line_lacks_are_told_and_no_key_stands_twice(tmp_pat
     path.write_text(
         "\n".join(json.dumps({"a": k, "kind": k % 2} | ({"b": k, "c": k} if k > 2 else {})) for k in range(9))
     )
-    told = f"keys b, c of {path} left out, as its first line is without"
+    told = f"keys b, c of {path} left out, as its first line lacks them"
     data = opened(path, "table", lengths=None)
     assert data.sample.input_shape == (1,) and told in data.remarks
     assert told not in opened(path, "table", lengths=None, features=["a"]).remarks
@@ -208,7 +208,7 @@ def test_keys_that_the_first_line_lacks_are_told_and_no_key_stands_twice(tmp_pat
         ({"pixels": [["a"]] * 160}, {}, "holds lists of string"),
         ({"pixels": [[[1]]] * 160}, {}, "holds lists of list"),
         ({"kind": [[0.5] * len(one) for one in SAMPLES]}, {}, "holds lists of double"),
-        ({"kind": [[1]] * 160}, {}, "places in"),
+        ({"kind": [[1]] * 160}, {}, "positions in"),
         ({"other": [1] * 160}, {"labels": ["kind", "other"]}, "several labels of a table with lists"),
     ],
 )
@@ -280,7 +280,7 @@ def test_long_texts_are_cut_as_the_library_does(tmp_path, template):
     assert {tuple(ids.tolist()) for ids in rows(of_run.parts["all"])[0]} == wanted
     if marks := len(template.split()) - 1:
         keys["lengths"]["max_length"] = marks  # the library would leave the texts as long as they are
-        with pytest.raises(DataError, match=f"{marks} places, and the tokenizer puts {marks} tokens around each text"):
+        with pytest.raises(DataError, match=f"{marks} tokens, but the tokenizer adds {marks} to each text"):
             opened(tmp_path / "texts.jsonl", **keys)
 
 
@@ -320,11 +320,11 @@ def test_other_data_have_the_text_in_the_column_of_the_run(tmp_path):
         evaluated(titles)
     found, remarks = evaluated(titles, features=["title"])  # the advice
     assert all(map(np.array_equal, found, wanted))
-    assert remarks == ["column title is taken as text, by which name the run knows it"]
+    assert remarks == ["column title is used as text, its name in the run"]
     old = replace(data.sample, inputs={name: replace(x, columns=()) for name, x in data.sample.inputs.items()})
     found, remarks = evaluated(titles, run=old)
     assert all(map(np.array_equal, found, wanted))
-    assert remarks == ["column title is taken as the text: the run does not know its column"]
+    assert remarks == ["column title is used as the text: the run has no name for its column"]
 
 
 def test_lists_that_are_whole_in_one_file_are_the_numbers_of_the_others(tmp_path):

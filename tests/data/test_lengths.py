@@ -165,16 +165,16 @@ def no_lengths():
 @pytest.mark.parametrize(
     ("train", "words"),
     [
-        ((np.zeros((5, 4), np.float32), np.arange(5)), "training samples have one shape"),
+        ((np.zeros((5, 4), np.float32), np.arange(5)), "training samples do not differ in length"),
         (([[1], []], [0, 1]), "inputs of sample 1 has the length 0"),
         (([[1], [[2]]], [0, 1]), "differ in more than their lengths"),
         (
             ({"a": [[1], [2, 3]], "b": [[1], [2]]}, [0, 1]),
-            "sample 1 has 2 places in inputs 'a' and 1 places in inputs 'b'",
+            "sample 1 has 2 positions in inputs 'a' and 1 positions in inputs 'b'",
         ),
         (({"mask": [[1], [2, 3]]}, [0, 1]), "the data have an input 'mask' of their own"),
         (no_lengths(), "Strokes has no lengths"),
-        (wrong_lengths(), "has not the length that the source's lengths say"),
+        (wrong_lengths(), "does not have the length given by the source's lengths"),
     ],
 )
 def test_mistakes_in_the_data(train, words):

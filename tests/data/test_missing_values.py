@@ -99,8 +99,8 @@ def test_rows_of_hdf5_that_were_never_written(tmp_path):
 def test_numbers_that_netcdf_says_stand_for_others(tmp_path):
     """A fill value was learned as a number, and packed numbers without their scale."""
     for key, value, words in (
-        ("_FillValue", 7.0, "'x' holds 7.0, which stands for no value there"),
-        ("missing_value", [7.0], "'x' holds 7.0, which stands for no value there"),
+        ("_FillValue", 7.0, "'x' holds 7.0, which marks a missing value"),
+        ("missing_value", [7.0], "'x' holds 7.0, which marks a missing value"),
         ("scale_factor", 0.1, "'x' has a scale_factor: its numbers are packed"),
         ("_Unsigned", "true", "'x' has a _Unsigned: its numbers are packed"),
     ):
@@ -148,7 +148,7 @@ def test_words_of_a_source_that_does_not_know_all_of_them():
 
 def test_words_that_stand_for_no_value_are_told():
     data = opened((X, np.array(["a", "b", "nan", "b"] * 5)), TaskConfig())
-    assert any("labels: 'nan' is taken for a class" in line for line in data.remarks)
+    assert any("labels: 'nan' is treated as a class" in line for line in data.remarks)
 
 
 @pytest.mark.parametrize(("first", "later"), [(np.float32, np.uint8), (np.uint8, np.float32), (np.uint8, np.int64)])

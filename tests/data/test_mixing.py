@@ -178,9 +178,7 @@ def test_a_loss_of_ones_own_sees_both_classes(monkeypatch, framework, places):
                 lambda t: t.counts(given, ops.from_numpy(np.ones(300))),
                 lambda t: t(ops.from_numpy(z), given, 1),
             ):
-                with pytest.raises(
-                    ConfigError, match=r"the loss gives weights, and samples that are mixed have two lab"
-                ):
+                with pytest.raises(ConfigError, match=r"the loss returns weights, but mixed samples have two lab"):
                     call(task)
             continue
         loss, sums = task(ops.from_numpy(z), given, ops.from_numpy(np.ones(300)), [1 / 300])
@@ -208,13 +206,13 @@ def test_losses_of_numbers_count_both_classes(framework, name, column):
 @pytest.mark.parametrize(
     ("listed", "keys", "words"),
     [
-        ([MIXUP], {"labels": LABELS * 1.0, "task": TaskConfig(loss="mse")}, "the labels are no classes of samples"),
+        ([MIXUP], {"labels": LABELS * 1.0, "task": TaskConfig(loss="mse")}, "the labels are not one class per sample"),
         ([MIXUP], {"inputs": LABELS[:, None], "images": False}, "holds whole numbers"),
         ([CUTMIX], {"inputs": FLOATS.reshape(300, 64)}, "not an image"),
         (
             [MIXUP],
             {"inputs": np.zeros((9, 5)), "labels": np.arange(45).reshape(9, 5) % 3},
-            "the labels are no classes of",
+            "the labels are not one class per",
         ),
     ],
 )

@@ -167,7 +167,7 @@ def flip(path):
         (cut, r"cut off: 15,\d+ bytes, 15,\d+ were written; .*val-labels-label-00000.npy", False),
         (lambda path: path.unlink(), "No such file or directory; .*val-labels-label-00000.npy; pack it again", False),
         (flip, "damaged: its SHA-256 is not the one that was written; .*val-labels-label-00000.npy", True),
-        (lambda path: (path.parent / "manifest.json").unlink(), "not finished; .*manifest.json", False),
+        (lambda path: (path.parent / "manifest.json").unlink(), "or an incomplete one; .*manifest.json", False),
         (lambda path: cut(path.parent / "manifest.json") or cut(path.parent / "manifest.json"), "manifest.json", False),
     ],
     ids=["cut off", "missing", "one bit", "not finished", "half a manifest"],

@@ -212,7 +212,7 @@ def test_named_inputs_and_types_are_those_of_the_run():
 
     one = open_data(DataConfig(name="own"), user_data=(({"a": X}, Y), ({"a": X}, Y))).sample
     renamed = open_data(DataConfig(name="own"), user_data=(({"c": X}, Y), None), request=DataRequest(one, "all"))
-    assert renamed.remarks == ["input c is taken as a, by which name the run knows it"]
+    assert renamed.remarks == ["input c is used as a, its name in the run"]
     more = given({"c": X, "b": X[:, :1], "a": X})
     assert more.remarks == ["inputs c left out: the run was trained without"]
     assert list(more.parts["all"].fetch(np.arange(3))[0]) == ["a", "b"]
@@ -411,5 +411,5 @@ def test_labels_of_another_kind_than_in_the_run_are_told(tmp_path):
     other = for_run(config("npz", tmp_path / "b.npz"), classes, own)[2]
     assert "labels 'label' are numbers, and the run was trained with classes: ant 0, bee 1, cow 2" in other.remarks
     run = replace(classes, labels=numbers.labels)
-    with pytest.raises(DataError, match="class ant is no number, and the run was trained on numbers"):
+    with pytest.raises(DataError, match="class ant is not a number, and the run was trained on numbers"):
         for_run(folder, run, own)

@@ -145,9 +145,9 @@ def test_whole_numbers_that_32_bits_round_are_told(tmp_path, suffix):
         "y": np.arange(9),
     }
     data = opened(write(tmp_path / f"d{suffix}", columns))
-    assert data.train.note.count("holds whole numbers") == 2
-    assert "column 'km' holds numbers whose differences 32 bits round: 100000004 -> 100000000 (" in data.train.note
-    assert "column 'id' holds whole numbers that 32 bits round: 16777217 -> 16777216 (leave" in data.train.note
+    assert data.train.note.count("holds integers") == 2
+    assert "column 'km' holds numbers whose differences float32 rounds: 100000004 -> 100000000 (" in data.train.note
+    assert "column 'id' holds integers that float32 rounds: 16777217 -> 16777216 (leave" in data.train.note
     assert f"{2**60 + 1} -> {2**60}" in data.train.note
     small = {"a": np.arange(9) * 2**20, "far": 2**40 * np.arange(9), "m": 1e5 + np.arange(9) / 3, "y": np.arange(9)}
     assert opened(write(tmp_path / f"e{suffix}", small)).train.note == ""
@@ -178,7 +178,7 @@ CSV_FAULTS = {
     "short row": ("a,y\n1,2\n3\n", {}, ["1 cells of 2: '3'", "d.csv, row 2"]),
     "no rows": ("a,y\n", {}, ["the data set is empty"]),
     "no bytes": ("", {}, ["no readable table", "d.csv"]),
-    "twice": ("a,a,y\n1,2,3\n", {}, ["columns that stand twice: a"]),
+    "twice": ("a,a,y\n1,2,3\n", {}, ["duplicate columns: a"]),
     "column": ("age,y\n1,2\n", {"features": ["agee"]}, ["no column", "'agee'", "did you mean 'age'", "data.features"]),
     "label": ("age,y\n1,2\n", {"labels": "z"}, ["no column", "unknown 'z'", "there are age, y", "data.labels"]),
     "no label": ("age,y\n1,2\n", {"labels": None}, ["a table needs labels", "data.labels"]),
@@ -190,9 +190,13 @@ CSV_FAULTS = {
     "words": (
         "a,y\n1,b\n1,c\n",
         {"task": TaskConfig(loss="mine:loss")},
-        ["'b' is no number", "column 'y', row 1", "words are classes under task.loss: cross_entropy alone"],
+        ["'b' is no number", "column 'y', row 1", "words are classes only with task.loss: cross_entropy"],
     ),
-    "auto": ("a,y\n1,1\n1,7\n", {"classes": "auto", "task": TaskConfig(loss="mine:loss")}, ["labels of these data"]),
+    "auto": (
+        "a,y\n1,1\n1,7\n",
+        {"classes": "auto", "task": TaskConfig(loss="mine:loss")},
+        ["these labels are not"],
+    ),
     "range": (
         "a,y\n1,2\n1,3\n",
         {"task": TaskConfig(), "num_classes": 3},
@@ -219,7 +223,7 @@ def test_an_empty_line_in_a_file_of_one_column_is_told(tmp_path, suffix):
         path.write_text(content)
         assert tables.Table.read(path, ["x"]).columns["x"].to_pylist() == values
     path.write_text("x\n1\n\n3\n")
-    with pytest.raises(DataError, match=rf"an empty line; .*d{suffix}, row 2; mend it, or leave it out"):
+    with pytest.raises(DataError, match=rf"an empty line; .*d{suffix}, row 2; correct it, or leave it out"):
         tables.Table.read(path, ["x"])
 
 
@@ -271,7 +275,7 @@ def test_the_index_that_pandas_writes_is_not_a_feature(tmp_path, suffix, name):
     path = write(tmp_path / f"t{suffix}", {name: np.arange(150), **iris()})
     data = opened(path, "kind", TaskConfig())
     assert data.sample.inputs["input"].columns == tuple(NAMES)
-    assert data.remarks[0].startswith(f"column {name!r} is left out, as pandas writes the numbers of rows so")
+    assert data.remarks[0].startswith(f"column {name!r} is left out, as pandas names row numbers like this")
     assert opened(path, "kind", TaskConfig(), features=[name, NAMES[0]]).sample.inputs["input"].shape == (2,)
 
 
@@ -381,9 +385,7 @@ def test_rows_that_a_quotation_mark_joins_are_told(tmp_path, ending):
         return len(data.train) + len(data.val), [line for line in data.remarks if "lines" in line]
 
     count, (line,) = remarks('1,"Hi,0', "2,ok,1", '3,"bye,1'.replace('"bye', 'bye"'), *good)
-    assert count == 13 and line.startswith(
-        f"{tmp_path}/a{ending} has 13 rows in 15 lines: cells between quotation marks"
-    )
+    assert count == 13 and line.startswith(f"{tmp_path}/a{ending} has 13 rows in 15 lines: some quoted cells")
     assert remarks(*good) == (12, []) and remarks(*good, "", "", end="\r\n") == (12, [])
     assert remarks("", *good) == (12, [])
 
@@ -421,7 +423,7 @@ def test_the_order_of_rows_does_not_decide_what_labels_are(tmp_path, cells):
         assert wanted in said, said
         if "wants classes" not in wanted:
             odd = wanted.split("'")[1]
-            assert f"row {order.index(odd) + 1}; mend it; or list data.classes, as words" in said
+            assert f"row {order.index(odd) + 1}; correct it; or list data.classes, as words" in said
             listed = DataConfig(name="table", path=str(path), labels="y", classes=words)
             data = open_data(listed, request=DataRequest(split="all"))
             assert everything(data.parts["all"])[1].tolist() == [words.index(word) for word in order]
@@ -433,7 +435,7 @@ def test_words_that_stand_for_no_value_are_told(tmp_path):
         path.write_text("a,y\n" + "".join(f"1,{word}\n2,{word}\n" for word in order))
         data = opened(path, task=TaskConfig())
         assert data.sample.labels["label"].names == ("cat", "dog", "nan")
-        assert "column 'y': 'nan' is taken for a class (if it stands for no value" in data.train.note
+        assert "column 'y': 'nan' is treated as a class (if it means no value" in data.train.note
         assert not opened(path, task=TaskConfig(), classes=["nan", "cat", "dog"]).train.note
 
 

@@ -72,7 +72,7 @@ def test_labels_at_every_place(tmp_path):
     images = Arrays(np.zeros((3, 4, 5), np.float32), np.ones((3, 4, 5), int), "test")
     assert taken(images, np.arange(2))[1].shape == (2, 4, 5)
     for shape in ((20, 6), (20, 7, 1), (20, 0)):
-        with pytest.raises(DataError, match="per place of the inputs"):
+        with pytest.raises(DataError, match="per position of the inputs"):
             Arrays(tokens, np.zeros(shape, int), "test")
     tokens[11, 3] = -2
     with pytest.raises(DataError, match="label -2 of sample 11 "):

@@ -338,7 +338,7 @@ FAULTS = {
     "size": (dict(listed=[CROP | {"size": 6}]), ["size 6 of images of 8 x 8"]),
     "windows": (
         dict(listed=[{"name": "random_resized_crop"}], inputs=np.ones((90, 8, 200, 1), np.uint8)),
-        ["no window of these areas and shapes fits into images of 8 x 200", "ratio"],
+        ["no window of these areas and aspect ratios fits into images of 8 x 200", "ratio"],
     ),
     "fill": (dict(listed=[CROP | {"fill": 300}]), ["fill 300 is no uint8"]),
     "fraction": (dict(listed=[CUTOUT | {"fill": 0.5}]), ["fill 0.5 is no uint8"]),
@@ -346,7 +346,7 @@ FAULTS = {
     "channels": (dict(listed=[NORMALIZE | {"std": [1, 2, 3]}]), ["3 numbers for input of shape (8, 8, 1)", "std"]),
     "places": (
         dict(listed=[FLIP], labels=IMAGES[..., 0], inputs=IMAGES, task=TaskConfig(loss="mse")),
-        ["labels at each place (label) would stay"],
+        ["labels per pixel (label) would not move"],
     ),
 }  # fmt: skip
 
@@ -391,7 +391,7 @@ def test_labels_that_may_be_places_in_an_image_are_told(loss, told):
     """Boxes and points stayed where they were while the image was flipped, without a word."""
     boxes = np.random.default_rng(0).random((len(IMAGES), 4)).astype(np.float32)
     remarks = opened(FLIP, CROP, CUTOUT, labels=boxes, task=TaskConfig(loss=loss)).remarks
-    line = "labels 'label' are 4 numbers, which random_horizontal_flip, random_crop leaves as they are"
+    line = "labels 'label' are 4 numbers, which random_horizontal_flip, random_crop does not change"
     assert [one.startswith(line) for one in remarks] == [True] * told
     for quiet in ({"labels": boxes[:, 0]}, {"labels": boxes, "target": "inputs"}):
         assert not opened(FLIP, task=TaskConfig(loss="mse"), **quiet).remarks

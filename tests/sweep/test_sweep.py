@@ -106,7 +106,7 @@ def test_results(tmp_path):
         sweeps.begin(sweep, resume=False)
     with pytest.raises(ConfigError, match="holds another sweep"):
         sweeps.begin(replace(sweep, trials=trials[:2]), resume=True)
-    with pytest.raises(ConfigError, match="no sweep to go on with"):
+    with pytest.raises(ConfigError, match="no sweep to continue"):
         sweeps.begin(replace(sweep, folder=tmp_path / "none"), resume=True)
     assert sweeps.load(tmp_path) == sweep
     with pytest.raises(ConfigError, match="holds no sweep; .*none; give the --run-dir of one"):
@@ -178,7 +178,7 @@ def test_rungs(sets, trials, eta, what):
         ([], "max_epochs=4,8", "cannot differ between trials of --halving; --param max_epochs"),
         (["max_epochs=null", "max_steps=9"], "optim.lr=0.1,0.2", "counts epochs; --halving; set max_epochs"),
         (["checkpoint.monitor=train_loss"], "optim.lr=0.1,0.2", "compares evaluations, not train_loss; --halving"),
-        (["max_epochs=1"], "optim.lr=1,2", r"too few trials \(2\) or evaluations \(1 a trial\) to go on with 1 in"),
+        (["max_epochs=1"], "optim.lr=1,2", r"too few trials \(2\) or evaluations \(1 a trial\) to continue 1 in"),
     ],
 )
 def test_halving_mistakes(sets, param, what):

@@ -173,7 +173,7 @@ def largest():
         (curve, r"MulticlassAUROC keeps a list of all outputs \(preds, target\); .*metric; take a form that counts: "),
         (correlation, "PearsonCorrCoef: the state mean_x is not a sum; task.metrics: own_task:metric; write a func"),
         (of_each_class, "its result failed: .*; it must give one number, for example a macro average"),
-        (largest, "what it keeps of some samples is not the sum of what it keeps of each; task.metrics: own_task:m"),
+        (largest, "its state after several samples is not the sum of its states after each; task.metrics: own_task:m"),
     ],
 )
 def test_what_is_no_sum_is_refused(make, told):
@@ -186,7 +186,7 @@ def test_a_mean_of_keras_alone_is_refused():
     ops = keras_ops()
     import keras
 
-    with pytest.raises(ConfigError, match="Mean compares no outputs with labels; .*; name the function of which"):
+    with pytest.raises(ConfigError, match="Mean does not compare outputs with labels; .*; name the function that"):
         made(keras.metrics.Mean(), ops)
 
 
@@ -266,7 +266,7 @@ def similarity():
 
 def test_a_formula_that_looks_at_the_whole_batch_is_refused():
     ops = torch_ops()
-    with pytest.raises(ConfigError, match="what it keeps of some samples is not the sum of what it keeps of each"):
+    with pytest.raises(ConfigError, match="its state after several samples is not the sum of its states after each"):
         made(similarity(), ops, label=Field((16, 16), "float32"))
 
 
@@ -286,7 +286,7 @@ def test_what_is_no_sum_is_refused_where_the_model_gives_zeros():
         def result(self):
             return self.largest
 
-    with pytest.raises(ConfigError, match="what it keeps of some samples is not the sum of what it keeps of each"):
+    with pytest.raises(ConfigError, match="its state after several samples is not the sum of its states after each"):
         made(Largest(), ops, classes=False)
 
 
@@ -318,9 +318,9 @@ def test_labels_of_another_form_than_the_metric_takes_are_refused():
     ops = keras_ops()
     import keras
 
-    with pytest.raises(ConfigError, match="what it keeps of some samples is not the sum of what it keeps of each"):
+    with pytest.raises(ConfigError, match="its state after several samples is not the sum of its states after each"):
         made(keras.metrics.CategoricalAccuracy(), ops)
-    with pytest.raises(ConfigError, match="what it keeps of some samples is not the sum of what it keeps of each"):
+    with pytest.raises(ConfigError, match="its state after several samples is not the sum of its states after each"):
         made(keras.metrics.SparseCategoricalAccuracy(), ops, label=Field((), "float32"))
 
 
@@ -345,7 +345,9 @@ def test_a_mean_of_torchmetrics_alone_is_refused():
     ops = torch_ops()
     import torchmetrics
 
-    with pytest.raises(ConfigError, match="MeanMetric compares no outputs with labels; .*; name the function of which"):
+    with pytest.raises(
+        ConfigError, match="MeanMetric does not compare outputs with labels; .*; name the function that"
+    ):
         made(torchmetrics.MeanMetric(), ops, classes=False)
 
 

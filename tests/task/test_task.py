@@ -374,7 +374,7 @@ def fields(shape, dtype):
 def test_metrics_that_do_not_fit_the_loss_are_refused(loss, metric):
     kind = "classes" if loss == "cross_entropy" else "numbers"
     with pytest.raises(
-        ConfigError, match=f"does not fit the loss; task.metrics: {metric}; .* the loss {loss} of {kind}"
+        ConfigError, match=f"does not fit the loss; task.metrics: {metric}; .* the loss {loss} is for {kind}"
     ):
         made(loss, [metric], kind, ())
 
@@ -497,7 +497,7 @@ def test_sums_far_from_zero_are_added_in_64_bits():
 @pytest.mark.parametrize(
     ("values", "result", "words"),
     [
-        (lambda z, y: (z, y), lambda sums: 0.0, r"gives \(values, weights\).*gives \(samples, k\): of each sample"),
+        (lambda z, y: (z, y), lambda sums: 0.0, r"gives \(values, weights\).*gives \(samples, k\): the numbers of"),
         (lambda z, y: np.ones((len(z), 2, 2)), lambda sums: 0.0, r"gives \(2, 2, 2\)"),
         (lambda z, y: z.sum(), lambda sums: 0.0, "one number for a batch"),
         (lambda z, y: z, lambda sums: [*sums], "its result failed: TypeError.*called with the 1 sums"),
@@ -523,13 +523,13 @@ def test_outputs_that_are_no_numbers_have_a_place_in_the_histogram():
 
 
 def test_balanced_accuracy_of_several_labels_is_refused():
-    what = "several labels of yes and no, and it is of one; task.metrics: balanced_accuracy; leave it out, or take"
+    what = "it is for one label, not for several; task.metrics: balanced_accuracy; leave it out, or take"
     with pytest.raises(ConfigError, match=what):
         made("bce", ["balanced_accuracy"], "binary", (4,))
 
 
 def test_auc_of_more_than_two_classes_is_refused():
-    with pytest.raises(ConfigError, match="7 classes, and it is of two; task.metrics: auc"):
+    with pytest.raises(ConfigError, match="it is for two classes, not 7; task.metrics: auc"):
         made("cross_entropy", ["auc"], "classes", ())
 
 
@@ -579,9 +579,9 @@ def test_the_names_of_the_configuration_are_those_that_there_are():
     [
         (
             lambda z, y: ((z - y) ** 2).mean(),
-            r"one number for a batch.*reduction='none'.*\(values without weights, w\[labels\]\): their mean",
+            r"one number for a batch.*reduction='none'.*\(unweighted values, w\[labels\]\): their mean",
         ),
-        (lambda z, y: float(z.sum()), "gives float, and no tensor"),
+        (lambda z, y: float(z.sum()), "gives float, not a tensor"),
         (lambda z, y: (z - y)[:1], r"gives \(1,\) for 2 samples"),
         (lambda z, y: (z - y, np.ones((2, 3))), r"values \(2,\) and weights \(2, 3\)"),
         (lambda z, y: z.nothing, r"the function failed: AttributeError.*outputs \(\d+,.*\) and labels \(\d+,.*\)"),
@@ -606,7 +606,7 @@ def test_weights_must_follow_from_labels_alone(monkeypatch):
             task.check(sums, counts)
             continue
         with pytest.raises(
-            ConfigError, match=r"weights add up to \d+.*, and for outputs of zeros to 0; .*own_task:loss"
+            ConfigError, match=r"weights add up to \d+.*, but for outputs of zeros to 0; .*own_task:loss"
         ):
             task.check(sums, counts)
     task, z, y = made("own_task:changing", [], "numbers", (3,))
@@ -757,7 +757,7 @@ def test_built_in_metrics_take_labels_of_one_column(monkeypatch, shape, outputs)
     [
         ("mae", np.zeros((N, 3)), r"outputs of shape \(23, 3\) for labels of shape \(23,\); task.metrics: mae"),
         ("top5", np.zeros((N, 1)), r"logits of shape \(23, 1\) for labels of shape \(23,\)"),
-        ("auc", np.zeros((N, 3)), "3 classes, and it is of two; task.metrics: auc"),
+        ("auc", np.zeros((N, 3)), "it is for two classes, not 3; task.metrics: auc"),
         ("mae", {"a": np.zeros(N), "b": np.zeros(N)}, "the loss takes several outputs or labels together"),
     ],
 )

@@ -43,9 +43,9 @@ class Joined:
         which = np.searchsorted(self._ends, indices, "right")
         numbers = np.unique(which).tolist()
         starts = self._ends - [len(part) for part in self._parts]
-        places = [np.flatnonzero(which == k) for k in numbers]
-        pieces = [(self._parts[k], np.asarray(indices)[at] - starts[k]) for k, at in zip(numbers, places, strict=True)]
-        return pieces, np.argsort(np.concatenate(places))
+        found = [np.flatnonzero(which == k) for k in numbers]
+        pieces = [(self._parts[k], np.asarray(indices)[at] - starts[k]) for k, at in zip(numbers, found, strict=True)]
+        return pieces, np.argsort(np.concatenate(found))
 
     def _label(self, name: str, indices: np.ndarray) -> np.ndarray:
         """Return label ``name`` (k, ...) of the samples ``indices`` (k,) without reading their inputs."""

@@ -93,7 +93,7 @@ def known(config: DataConfig, request: DataRequest, count: int | None = None) ->
 
 
 def class_task(task: TaskConfig) -> TaskConfig:
-    """Return a task whose labels are classes whatever the loss is: a loss of the user may take classes, too."""
+    """Return a task whose labels are classes for any loss: a user's loss may take classes, too."""
     return TaskConfig(ignore_index=task.ignore_index)
 
 

@@ -22,9 +22,9 @@ from hvd_train.errors import DataError
 def open_imagefolder(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
     """path/train/CLASS/*.png, path/val/CLASS/* and path/test/CLASS/* (or path/CLASS/*: split); set image_size"""
     folder = existing_folder(config)
-    places, others = images.find_parts(folder)
-    read = {part: place for part, place in places.items() if part != "test" or request.reads_test} or {"train": folder}
-    listed = {part: images.list_images(place, request.labels) for part, place in read.items()}
+    folders, others = images.find_parts(folder)
+    read = {part: one for part, one in folders.items() if part != "test" or request.reads_test} or {"train": folder}
+    listed = {part: images.list_images(one, request.labels) for part, one in read.items()}
     if not request.run:  # whose classes are known
         images.check_no_class_is_empty(listed["train"])
     remarks = [f"not read in {folder}: {', '.join(others)}"] * bool(others)

@@ -46,7 +46,7 @@ THREADS = 8  # more than cores: a network file system has a high latency
 
 
 def part_of(name: str) -> str | None:
-    """Return train, val or test if a folder, file or array of this name is that part, else None."""
+    """Return the part (train, val or test) that a name of a folder, file or array means, or None."""
     return next((part for part, names in PART_NAMES.items() if name.lower() in names), None)
 
 
@@ -61,30 +61,30 @@ def find_parts(folder: Path) -> tuple[dict[str, Path], list[str]]:
     Without a training folder there are no parts: the folders are classes.
     """
     folders = [path for path in sorted(folder.iterdir()) if path.is_dir() and not _hidden(path)]
-    places: dict[str, list[Path]] = {}
+    by_part: dict[str, list[Path]] = {}
     for path in folders:
         if part := part_of(path.name):
-            places.setdefault(part, []).append(path)
+            by_part.setdefault(part, []).append(path)
     # Folders named like a part that hold folders, which must be classes.
-    held = [path for part, paths in places.items() if part != "train" for path in paths if _holds_folders(path)]
-    if "train" not in places:
+    held = [path for part, paths in by_part.items() if part != "train" for path in paths if _holds_folders(path)]
+    if "train" not in by_part:
         if held:
             names = ", ".join(PART_NAMES["train"])
             what = f"{held[0].name} holds classes, and there is no training part next to it"
             raise DataError(what, where=str(folder), fix=f"call the folder for training one of {names}")
         return {}, []
-    if not (len(places) > 1 or any(_holds_folders(path) for path in places["train"])):
+    if not (len(by_part) > 1 or any(_holds_folders(path) for path in by_part["train"])):
         return {}, []  # "train" is a class
-    for part, paths in places.items():
+    for part, paths in by_part.items():
         if len(paths) > 1:
             what = f"{' and '.join(path.name for path in paths)} are the same part, {part}"
             raise DataError(what, where=str(folder), fix="keep one of them, or join them")
     others = [path.name for path in folders if part_of(path.name) is None and holds_images(path)]
-    if others and "val" not in places:
-        what = f"{', '.join(others)} beside {places['train'][0].name}: a folder of images whose part is not known"
+    if others and "val" not in by_part:
+        what = f"{', '.join(others)} beside {by_part['train'][0].name}: a folder of images whose part is not known"
         fix = f"call a validation part one of {', '.join(PART_NAMES['val'])}, or move the folder away"
         raise DataError(what, where=str(folder), fix=fix)
-    return {part: paths[0] for part, paths in places.items()}, others
+    return {part: paths[0] for part, paths in by_part.items()}, others
 
 
 def _holds_folders(folder: Path) -> bool:
@@ -93,8 +93,8 @@ def _holds_folders(folder: Path) -> bool:
 
 def holds_images(folder: Path) -> bool:
     """Return whether a folder or one of its direct subfolders holds images."""
-    places = (folder, *(path for path in folder.iterdir() if path.is_dir() and not _hidden(path)))
-    return any(path.suffix.lower() in SUFFIXES for place in places for path in place.iterdir())
+    folders = (folder, *(path for path in folder.iterdir() if path.is_dir() and not _hidden(path)))
+    return any(path.suffix.lower() in SUFFIXES for one in folders for path in one.iterdir())
 
 
 class File(Protocol):

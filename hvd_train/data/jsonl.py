@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pyarrow import ChunkedArray
 
 LONGEST = 1 << 26  # bytes of a line
-MEND = "correct it, or leave the line out"
+FIX = "correct it, or leave the line out"
 
 
 def first_keys(path: Path) -> list[str]:
@@ -42,18 +42,18 @@ def read_jsonl(path: Path, names: Sequence[str]) -> tuple[dict[str, ChunkedArray
                 late |= dict.fromkeys(key for key in record if key not in first and key not in values)
             for name, column in values.items():
                 if record.get(name) is None:
-                    raise DataError(f"'{name}' has no value", where=f"{path}, line {number}", fix=MEND)
+                    raise DataError(f"'{name}' has no value", where=f"{path}, line {number}", fix=FIX)
                 column.append(record[name])
     columns = {}
     for name, column in values.items():
         if 0 < (count := sum(isinstance(value, bool) for value in column)) < len(column):
             what = f"'{name}' holds values of several kinds: true or false in {count:,} of {len(column):,} lines"
-            raise DataError(what, where=str(path), fix=MEND)
+            raise DataError(what, where=str(path), fix=FIX)
         try:
             columns[name] = pyarrow.chunked_array([pyarrow.array(column)])
         except (pyarrow.ArrowException, OverflowError) as error:
             reason = str(error).splitlines()[0]
-            raise DataError(f"'{name}' holds values of several kinds: {reason}", where=str(path), fix=MEND) from error
+            raise DataError(f"'{name}' holds values of several kinds: {reason}", where=str(path), fix=FIX) from error
     return columns, list(late)
 
 
@@ -62,9 +62,9 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         record = json.loads(line.rstrip(b"\r\n"), object_pairs_hook=_unique)
     except json.JSONDecodeError as error:  # its line counts within this one line of the file
-        raise DataError(f"not JSON: {error.msg} (character {error.pos + 1})", where=where, fix=MEND) from error
+        raise DataError(f"not JSON: {error.msg} (character {error.pos + 1})", where=where, fix=FIX) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {str(error).splitlines()[0]}", where=where, fix=MEND) from error
+        raise DataError(f"not JSON: {str(error).splitlines()[0]}", where=where, fix=FIX) from error
     if not isinstance(record, dict):
         raise DataError("not an object of names and values", where=where, fix='write {"text": "...", "label": 0}')
     return record

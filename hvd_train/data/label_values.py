@@ -33,21 +33,18 @@ def check_values(parts: Mapping[str, Source], task: TaskConfig, where: str, of_i
     for title, part in parts.items():
         for name, field in part.sample.labels.items():
             loss, metrics = task.term(name)
-            place = f"{where}, {title}"
+            part_name = f"{where}, {title}"
             if field.divisor != 1 and not of_inputs:
-                _check_bytes(part, name, place)
+                _check_bytes(part, name, part_name)
             if loss == "bce":
-                _check_yes_and_no(part, name, field, place)
+                _check_yes_and_no(part, name, field, part_name)
             if loss in OF_NUMBERS:
                 for metric in metrics:
-                    _check_metric(part, name, field, loss, metric, place)
+                    _check_metric(part, name, field, loss, metric, part_name)
 
 
 def remark_on_ignored(part: Source, name: str, ignored: int, loss: str) -> str:
-    """Return a remark if labels look like classes with some ``ignored``, which a user's loss does not leave out.
-
-    Otherwise return "".
-    """
+    """Return a remark if labels seem to be classes and some are ``ignored``, but a user's loss counts them; else ""."""
     field, count, rest = part.sample.labels[name], 0, False
     if field.classes or field.dtype != "int64":
         return ""

@@ -101,17 +101,17 @@ class Tokens:
 
 def tokenized(documents: Sequence[Sequence[str]], tokenizer: Any, length: int) -> Tokens:
     """Tokenize all documents; ``length``: tokens of a sample, including one [CLS] and two [SEP]."""
-    room, base = length - 3, 0
+    space, base = length - 3, 0
     ids: list[np.ndarray] = []
     samples: list[tuple[int, int, np.ndarray]] = []
     for document in documents:
         pieces = [
-            np.array(part.ids[k : k + room // 2], np.int32)
+            np.array(part.ids[k : k + space // 2], np.int32)
             for part in tokenizer.encode_batch(list(document), add_special_tokens=False)
-            for k in range(0, len(part.ids), room // 2)
+            for k in range(0, len(part.ids), space // 2)
         ]
         starts = base + np.cumsum([0, *map(len, pieces)])
-        samples += [(first, int(starts[-1]), cuts) for first, cuts in _samples(starts, room)]
+        samples += [(first, int(starts[-1]), cuts) for first, cuts in _samples(starts, space)]
         ids += pieces
         base = int(starts[-1])
     return Tokens(
@@ -127,14 +127,14 @@ def tokenized(documents: Sequence[Sequence[str]], tokenizer: Any, length: int) -
     )
 
 
-def _samples(starts: np.ndarray, room: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the samples of a document: (start, starts of the further sentences), all within ``room`` tokens.
+def _samples(starts: np.ndarray, space: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the samples of a document: (start, starts of the further sentences), all within ``space`` tokens.
 
     Sentences begin at starts[:-1].
     """
     begin = 0
     while begin < len(starts) - 1:
-        stop = int(np.searchsorted(starts[:-1], starts[begin] + room))
+        stop = int(np.searchsorted(starts[:-1], starts[begin] + space))
         if stop == begin + 1:  # only the last sentence is left
             return
         yield int(starts[begin]), starts[begin + 1 : stop]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".csv", ".tsv", ".parquet", ".jsonl")
 TYPED = (".parquet", ".jsonl")  # columns have types, so text that looks like numbers is text
 BLOCK = 1 << 20  # pyarrow's default
-MEND = "correct it, or leave the row or the column out"
+FIX = "correct it, or leave the row or the column out"
 WORDS = "correct it, or leave the row out; words are classes only with task.loss: cross_entropy, else number them"
 MIXED = "correct it; or list data.classes, as words"
 KINDS = {"int64": "whole number of 64 bits", "float64": "number"}
@@ -165,7 +165,7 @@ class Table:
         if keep_whole and whole and _castable(column, "int64"):
             return np.asarray(column.cast("int64"))
         if kind == "string":
-            values = self._parsed(name, column, "float64", WORDS if keep_whole else MEND)
+            values = self._parsed(name, column, "float64", WORDS if keep_whole else FIX)
         elif kind == "bool" or kind.startswith(("int", "uint", "float", "double", "halffloat", "decimal")):
             values = np.asarray(column.cast("float64", safe=False))  # ids may exceed 2^53
         else:
@@ -327,12 +327,12 @@ class Table:
             raise self._fault(name, _first_null(column), None, "the cell is empty")
         return column
 
-    def _parsed(self, name: str, column: ChunkedArray, kind: str, fix: str = MEND) -> np.ndarray:
+    def _parsed(self, name: str, column: ChunkedArray, kind: str, fix: str = FIX) -> np.ndarray:
         if not _castable(column, kind):
             raise self._fault(name, _first_bad(column, kind), column, f"is no {KINDS[kind]}", fix)
         return np.asarray(column.cast(kind))
 
-    def _fault(self, name: str, row: int, column: ChunkedArray | None, what: str, fix: str = MEND) -> DataError:
+    def _fault(self, name: str, row: int, column: ChunkedArray | None, what: str, fix: str = FIX) -> DataError:
         cell = f"'{str(column[row].as_py())[:60]}' " if column is not None else ""
         where = f"{self.path}, column '{name}', row {row + 1}"
         return DataError(f"{cell}{what}", where=where, fix=fix)

@@ -91,7 +91,7 @@ def transformed(
         name: Transformed(part, samples[name], steps * (name == "train")) for name, part in parts.items()
     }
     if "train" in by_name:
-        by_name["train"].remarks += _remarks_on_places(first, configs, task)  # type: ignore[attr-defined]
+        by_name["train"].remarks += _coordinate_remarks(first, configs, task)  # type: ignore[attr-defined]
         if mixing:
             by_name["train"] = Mixed(by_name["train"], mixing, len(steps))
         drawn(by_name["train"], np.zeros(1, np.int64), 0, 0)
@@ -148,8 +148,8 @@ def _built_in(config: TransformConfig, sample: Sample, where: str) -> _Step:
     return lambda inputs, draws: {**inputs, name: work(inputs[name], draws, config)}
 
 
-def _remarks_on_places(sample: Sample, configs: Sequence[TransformConfig], task: TaskConfig | None) -> tuple[str, ...]:
-    """Return a remark on labels that may be coordinates in an image, if a transform moves pixels."""
+def _coordinate_remarks(sample: Sample, configs: Sequence[TransformConfig], task: TaskConfig | None) -> tuple[str, ...]:
+    """Return a remark on labels that may be coordinates in an image, if transforms move its pixels."""
     moving = [config.name for config in configs if config.name in MOVING]
     if not moving or task is None:
         return ()

@@ -103,22 +103,22 @@ def find_shards(path: Path) -> dict[str, list[Path]]:
     """
     if not path.is_dir():
         return {"all": [path]}
-    places: dict[str | None, list[Path]] = {}
+    by_part: dict[str | None, list[Path]] = {}
     for file in tar_files(path):
         words = re.findall("[A-Za-z]+", file.stem) if file.parent == path else [file.parent.name]
         named = {part_of(word) for word in words} - {None}
-        places.setdefault(named.pop() if len(named) == 1 else None, []).append(file)
-    others = places.pop(None, [])
-    if not places and not others:
+        by_part.setdefault(named.pop() if len(named) == 1 else None, []).append(file)
+    others = by_part.pop(None, [])
+    if not by_part and not others:
         fix = "compressed ones (.tar.gz) are not read: unpack them with gunzip"
         raise DataError("no .tar files", where=str(path), fix=fix)
-    if not places:
+    if not by_part:
         return {"all": others}
-    if others or "train" not in places:
-        what = f"{others[0].name} beside those of {', '.join(map(str, places))}" if others else "no training part"
+    if others or "train" not in by_part:
+        what = f"{others[0].name} beside those of {', '.join(map(str, by_part))}" if others else "no training part"
         fix = f"put the name of its part into each file name: {', '.join(names[0] for names in PART_NAMES.values())}"
         raise DataError(what, where=str(path), fix=fix)
-    return {str(part): files for part, files in places.items()}
+    return {str(part): files for part, files in by_part.items()}
 
 
 def list_samples(files: Iterable[Path], where: Path, labels: bool) -> Listing:

@@ -35,7 +35,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class State:
-    """The state of a trial.
+    """The progress of a trial, read from its folder.
 
     word: waiting, running, paused (at the end of a rung), stopped (eliminated), done or failed. rung: rungs completed.
     """

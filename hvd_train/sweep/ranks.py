@@ -65,7 +65,7 @@ def train_trials(sweep: Sweep, each: int, here: World, resume: bool, verbose: bo
 def run(sweep: Sweep, each: int, here: World, session: Session, mpi: Any, listener: SignalListener) -> int:
     """Run the remaining trials. Returns 0, or the exit code of the signal that stopped the sweep."""
     part = mpi.Split(here.rank // each, here.rank)
-    _become(part, here)
+    _set_group_environment(part, here)
     code, in_step = 0, True
     session.open(part)
     while not code and any(mpi.allgather(in_step)):
@@ -92,7 +92,7 @@ def _turn(sweep: Sweep) -> tuple[list[int], int | None]:
     return [trial.number for trial in trials], until
 
 
-def _become(part: Any, here: World) -> None:
+def _set_group_environment(part: Any, here: World) -> None:
     """Set the launcher's environment variables to the rank and size within the group; MPI has read them already."""
     os.environ.update(named(here.launcher).place(part.rank, part.size, part.rank, part.size))
     os.environ["HVD_TRAIN_TERMINAL"] = "0"  # a trial's output goes to a file

@@ -19,7 +19,7 @@ class Rung(NamedTuple):
 
 
 def ladder(trials: Sequence[Trial], eta: int | None) -> list[Rung]:
-    """Make as many rungs as the numbers of trials and epochs allow, each ``eta`` times as long as the one before.
+    """Make as many rungs as trials and epochs allow, each ``eta`` times as long as the one before.
 
     Without ``eta`` there is one rung. Rungs end at regular evaluations, because an additional one would change the bits
     of the run.

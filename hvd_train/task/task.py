@@ -182,9 +182,9 @@ class Task:
 
     def check(self, sums: np.ndarray, counts: np.ndarray) -> None:
         """Check that W equals ``counts``, computed from labels before the step, by which gradients were divided."""
-        for objective, (_, place), count in zip(self.objectives, self.entries, counts.tolist(), strict=True):
-            if not math.isclose(sums[place], count, rel_tol=1e-3):
-                what = f"the weights add up to {sums[place]:g}, but for outputs of zeros to {count:g}"
+        for objective, (_, index), count in zip(self.objectives, self.entries, counts.tolist(), strict=True):
+            if not math.isclose(sums[index], count, rel_tol=1e-3):
+                what = f"the weights add up to {sums[index]:g}, but for outputs of zeros to {count:g}"
                 fix = "compute weights from the labels alone; what depends on outputs belongs in the values"
                 raise ConfigError(what, where=f"task.loss: {objective.loss}", fix=fix, common=True)
 

@@ -176,7 +176,7 @@ class UserLibraryMetric(Metric):
     def sums(self, predictions: Predictions) -> Tensor:
         (outputs, labels), weights = predictions.raw, predictions.weights
         if self._per_position:
-            outputs, labels, weights = predictions.flat()  # (places, C), (places,), (places,)
+            outputs, labels, weights = predictions.flat()  # (positions, C), (positions,), (positions,)
             labels = predictions.ops.cast(labels, "int64")
         try:
             return self._sums.sums(outputs, labels, weights)

@@ -88,7 +88,7 @@ class Loader:
         return self._step(parts, epoch, start, stop, rank)
 
     def _permuted(self, epoch: int, start: int, stop: int) -> tuple[int, np.ndarray]:
-        """Return (first position, indices of samples) of a chunk of the epoch's order that includes [start, stop)."""
+        """Return (first position, sample indices) of a chunk of the epoch that includes positions [start, stop)."""
         known, low, indices = self._chunk
         if known != epoch or start < low or stop > low + len(indices):
             together = max(1, CHUNK // self.global_batch) * self.global_batch

@@ -32,7 +32,7 @@ class Varying:
 
 
 class RaggedRows:
-    """Concatenated samples of different lengths, which rows are read from as a padded array (k, limit, ...).
+    """Samples of different lengths, stored one after the other and read as padded rows (k, limit, ...).
 
     ``flat``: all samples, concatenated; ``starts``, ``lengths``: (n,) of each sample in it. ``padding``: the value
     after the end of a sample.

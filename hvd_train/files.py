@@ -32,7 +32,7 @@ class Patience:
         self._last = time.monotonic()
 
     def over(self) -> bool:
-        """Return whether nothing has moved for longer than the limit. Call it several times within the limit."""
+        """Return whether there was no progress for longer than the limit. Call it several times within the limit."""
         now, before = time.monotonic(), self._looked
         self._looked = now
         if now - before > self._limit / 2:  # this process was stopped itself, and all its threads

@@ -84,7 +84,7 @@ def _typed(memory: np.ndarray, name: str, entry: Mapping) -> np.ndarray:
         return from_bfloat16(memory).reshape(entry["shape"])
     letter, bits = kind[0].lower(), kind[1:]
     if kind != "BOOL" and not bits.isdecimal():
-        raise ValueError(f"{name} has the type {kind}, which has no weights as such")
+        raise ValueError(f"{name} has the type {kind}, which cannot hold weights")
     return memory.view("?" if kind == "BOOL" else f"<{letter}{int(bits) // 8}").reshape(entry["shape"])
 
 

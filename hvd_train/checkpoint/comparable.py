@@ -32,15 +32,15 @@ class Measure:
         """Return why the values of ``monitor`` are not comparable with those of ``now``; empty if they are."""
         losses = [{key: x for key, x in one.task.items() if key != "metrics"} for one in (self, now)]
         if losses[0] != losses[1]:
-            return "the loss is another one"
+            return "the loss is different"
         part, _, name = monitor.partition("_")
         metrics = [_metrics(one.task).get(name) for one in (self, now)]
         if None not in metrics and metrics[0] != metrics[1]:
-            return f"the metric {name} is another function"
+            return f"the metric {name} is a different function"
         for facts in ("data", "reading"):
             before, after = (getattr(one, facts)[part] for one in (self, now))
             if before != after:
-                how = "are others" if facts == "data" else "are read in another way"
+                how = "changed" if facts == "data" else "are read differently"
                 return f"the {PARTS[part]} data {how}"
         return ""
 

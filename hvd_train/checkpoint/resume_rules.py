@@ -112,7 +112,7 @@ def _forget_best(r: Resumption) -> str:
     if before == now or (progress.best is None and not progress.waited):
         return ""
     progress.best, progress.waited, progress.stopped = None, 0, False
-    return f"early stopping: {before} -> {now}; what was best before does not count"
+    return f"early stopping: {before} -> {now}; earlier best values do not count"
 
 
 def _forget_plateau(r: Resumption) -> str:
@@ -147,7 +147,7 @@ def _reset_incomparable(r: Resumption) -> str:
     if not forgets:
         return ""
     reasons = " and ".join(dict.fromkeys(forgets.values()))
-    return f"{', '.join(forgets)}: {reasons}; what was best before does not count"
+    return f"{', '.join(forgets)}: {reasons}; earlier best values do not count"
 
 
 def _wait_longer(r: Resumption) -> str:
@@ -168,8 +168,8 @@ def _restart_epoch(r: Resumption) -> str:
         return ""
     progress.consumed, progress.epoch_sums = 0, []
     progress.pending, progress.ending = [], False
-    what = "the training data are others" if others else "the order of samples is another one"
-    return f"{what}: epoch {progress.epoch + 1} begins anew"
+    what = "the training data changed" if others else "the order of samples changed"
+    return f"{what}: epoch {progress.epoch + 1} starts over"
 
 
 def _drop_sums(r: Resumption) -> str:
@@ -206,21 +206,21 @@ class Rule:
 RULES = (
     Rule("a key that is declared free (config/keys)", "nothing", "nothing"),
     Rule("any other key", "--allow-change KEY", "nothing"),
-    Rule("precision", "--allow-change precision", "the loss scale begins anew", _renew_loss_scale),
+    Rule("precision", "--allow-change precision", "the loss scale starts over", _renew_loss_scale),
     Rule("early_stopping: monitor or mode", "nothing", "the best value does not count", _forget_best),
-    Rule("optim.plateau", "--allow-change optim.plateau", "a monitor or mode begins anew", _forget_plateau),
-    Rule("ema", "--allow-change ema", "a mean begins at the weights; without one, training goes on with its own"),
-    Rule("swa", "--allow-change swa", "a mean of other epochs begins anew; without one, training goes on with its own"),
+    Rule("optim.plateau", "--allow-change optim.plateau", "a new monitor or mode starts over", _forget_plateau),
+    Rule("ema", "--allow-change ema", "a mean starts at the weights; without one, training goes on with its own"),
+    Rule("swa", "--allow-change swa", "a mean of other epochs starts over; without one, training goes on with its own"),
     Rule("the loss, or data of a monitor", "--allow-change KEY", "the best value does not count", _reset_incomparable),
-    Rule("early_stopping: a longer patience", "nothing", "a run that it ended goes on", _wait_longer),
-    Rule("training data, or their order", "--allow-change KEY", "a begun epoch begins anew", _restart_epoch),
-    Rule("task", "--allow-change task", "sums of the begun epoch are dropped", _drop_sums),
-    Rule("ranks, pipeline stages, devices of a rank", "nothing", "what each rank kept to itself is left behind"),
-    Rule("ranks, with batch_size", "nothing", "the global batch is another one", _report_batch),
-    Rule("framework, exchange", "--allow-change KEY", "what each rank kept to itself is left behind"),
-    Rule("a GPU or a CPU, with a compression", "nothing", "residuals of images' models are left behind"),
+    Rule("early_stopping: a longer patience", "nothing", "a run that it ended continues", _wait_longer),
+    Rule("training data, or their order", "--allow-change KEY", "the current epoch starts over", _restart_epoch),
+    Rule("task", "--allow-change task", "sums of the current epoch are dropped", _drop_sums),
+    Rule("ranks, pipeline stages, devices of a rank", "nothing", "per-rank state is not restored"),
+    Rule("ranks, with batch_size", "nothing", "the global batch changes", _report_batch),
+    Rule("framework, exchange", "--allow-change KEY", "per-rank state is not restored"),
+    Rule("a GPU or a CPU, with a compression", "nothing", "residuals of image models are not restored"),
     Rule("names of classes", "--allow-change data.classes", "nothing"),
-    Rule("names of columns", "--allow-change data", "columns count by their places"),
+    Rule("names of columns", "--allow-change data", "columns are matched by position"),
     Rule("order of columns, scale of inputs, vocabulary", "refused", ""),
     Rule("tensors of the model or optimizer", "refused", ""),
 )
@@ -241,7 +241,7 @@ def why_left_behind(before: RunFacts, now: RunFacts, same_shapes: bool) -> str:
     names = ("ranks", "stages", "devices", "framework", "compression", "mode", "axes")
     pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
     changes = [f"{name} {old} -> {new}" for name, (old, new) in pairs.items() if old not in (None, new)]
-    return ", ".join(changes) or ("" if same_shapes else "their shapes are others")
+    return ", ".join(changes) or ("" if same_shapes else "their shapes differ")
 
 
 # ---- refused changes
@@ -288,7 +288,7 @@ def check_fields(snapshot: Snapshot, sample: Sample, allowed: bool) -> None:
                 if same or fewer or not allowed:
                     how = "in another order" if same else "fewer" if fewer else "called otherwise"
                     what = f"the columns are {how} than at the checkpoint: {listing(new.columns)}"
-                    fix = f"they were {listing(old.columns)}; give them again, or --allow-change data: by their places"
+                    fix = f"they were {listing(old.columns)}; give them again, or --allow-change data: by position"
                     if same or fewer:
                         fix = f"give --set {key}={json.dumps(list(old.columns))!r} --allow-change data"
                     raise DataError(what, where=str(snapshot.path), fix=fix)
@@ -303,14 +303,14 @@ def check_data(snapshot: Snapshot, facts: dict[str, dict[str, Any]]) -> None:
     rows = changed_parts(snapshot.meta["data"], facts)
     if rows:
         what = f"the data changed since the checkpoint ({'; '.join(rows)})"
-        fix = "give the same data, or --allow-change data: a begun epoch then begins anew"
+        fix = "give the same data, or --allow-change data: the current epoch then starts over"
         raise DataError(what, where=str(snapshot.path), fix=fix)
 
 
 def check_vocabulary(saved: str, learned: str, file: Path, checkpoint: Path) -> None:
     """Refuse a vocabulary with other token ids than the run's. ``saved``: the run's in ``file``, if any."""
     if saved and json.loads(saved) != json.loads(learned):
-        what = "the vocabulary that was learned from the text is another one than at the checkpoint"
+        what = "the vocabulary learned from the text differs from the checkpoint's"
         fix = f"keep to the run's: --set data.vocabulary={file.resolve()} --allow-change data"
         raise DataError(what, where=str(checkpoint), fix=fix)
 

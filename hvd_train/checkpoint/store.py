@@ -328,7 +328,7 @@ def _ranked(
             cause = error.__cause__
             if strict and isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
                 raise
-            warn(f"checkpoint {path.name} cannot be used ({error}); the best of the others is taken")
+            warn(f"checkpoint {path.name} cannot be used ({error}); using the best of the others")
             continue
         now = now or measure
         value = meta["monitor"].get(monitor)

@@ -71,8 +71,8 @@ class Writer:
             return None
         if self._thread.is_alive():
             self._thread = None  # it cannot be ended while it waits for a disk; as a daemon it does not block exit
-            what = f"the checkpoint cannot be written: nothing has moved for {self._limit:g} s"
-            fix = "look for a disk or a server of files that does not answer; watchdog_s sets the limit"
+            what = f"the checkpoint cannot be written: there was no progress for {self._limit:g} s"
+            fix = "look for a disk or a file server that does not answer; watchdog_s sets the limit"
             return packed_error(CheckpointError(what, where=str(self.path), fix=fix))
         self._thread = None
         if isinstance(self._failure, CheckpointError):

@@ -19,7 +19,7 @@ from hvd_train.cli import options
     help="Type, default and meaning of every key, of a section's keys, or of one key, and what they do not go with.",
 )
 @click.option("--plot", type=click.Choice(["lr"]), help="Draw the learning rate of every step, as -np ranks train.")
-@click.option("-np", "--num-proc", type=click.IntRange(min=1), default=1, help="Ranks that --plot reckons with (1).")
+@click.option("-np", "--num-proc", type=click.IntRange(min=1), default=1, help="Number of ranks for --plot (1).")
 @click.option(
     "-o", "--output", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Picture of --plot."
 )

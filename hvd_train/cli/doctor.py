@@ -21,7 +21,7 @@ from hvd_train.launch.launchers import AUTO
 def doctor(
     hosts: str | None, hostfile: Path | None, network_interfaces: str | None, launcher: str, verbose: bool
 ) -> None:
-    """Say what is built, what is missing and how to get it; then time a 2-rank allreduce in each framework.
+    """Print what is installed and what is missing, then time a 2-rank allreduce in each framework.
 
     Over several hosts: a row for each, the speed between them, and in what they differ (exit code 1).
 

@@ -16,13 +16,13 @@ from hvd_train.cli.launching import run_here_or_on_ranks
     "--confusion",
     metavar="FILE.png",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Print which class was taken for which, and draw it.",
+    help="Print the confusion matrix, and draw it.",
 )
 @click.option(
     "--mistakes",
     metavar="FILE.png",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Print the images that were taken for another class with the greatest probability, and draw them.",
+    help="Print the misclassified images with the highest probability, and draw them.",
 )
 def evaluate(
     run_dir: str | None,
@@ -37,7 +37,7 @@ def evaluate(
     confusion: Path | None,
     mistakes: Path | None,
 ) -> None:
-    """Loss and accuracy of a trained model; every sample counts exactly once, on any number of ranks.
+    """Evaluate a trained model; every sample counts exactly once, on any number of ranks.
 
     \b
     hvd-train eval --run-dir runs/cnn

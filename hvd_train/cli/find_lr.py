@@ -21,7 +21,7 @@ from hvd_train.errors import ConfigError
 @click.option(
     "--to", "last", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True, help="Last rate."
 )
-@click.option("--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps, a rate each.")
+@click.option("--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps, one rate each.")
 @click.option(
     "-o", "--output", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Draw the losses too."
 )

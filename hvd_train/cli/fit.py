@@ -21,22 +21,22 @@ starting = options.together(
         type=click.IntRange(min=0),
         default=0,
         show_default=True,
-        help="With -np: start all ranks again from the newest checkpoint when one dies, at most so often.",
+        help="With -np: restart all ranks from the newest checkpoint when one dies, at most this many times.",
     ),
     click.option(
         "--min-np",
         type=click.IntRange(min=1),
-        help="With --max-restarts: start again without the rank that was lost, down to so many ranks; else on as many.",
+        help="With --max-restarts: restart without the lost rank, down to this many ranks (default: with all).",
     ),
     click.option(
         "--spares",
         type=click.IntRange(min=0),
         default=0,
         show_default=True,
-        help="With --max-restarts: keep a process that has loaded the framework, from which so many ranks start again.",
+        help="With --max-restarts: keep a process with the framework loaded, from which this many ranks restart.",
     ),
     options.hosts,
-    click.option("--nnodes", type=click.IntRange(min=1), help="The first of these hosts, or so many of Slurm's."),
+    click.option("--nnodes", type=click.IntRange(min=1), help="Use only this many of the hosts, or of Slurm's."),
     click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks on each host, instead of -np."),
 )
 
@@ -60,7 +60,7 @@ starting = options.together(
 @click.option(
     "--until-epoch",
     type=click.IntRange(min=1),
-    help="Leave the run there, saved; --resume auto goes on to the bits of a run that nobody left.",
+    help="Save and pause the run after this epoch; --resume auto continues to the same bits as without the pause.",
 )
 @starting
 @click.option(

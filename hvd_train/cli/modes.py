@@ -22,7 +22,7 @@ from hvd_train.run_folder.terminal import say
     "--modes",
     "names",
     metavar="NAME,...",
-    help="These alone, joined as in outer+topk: synchronous, sharded, pipeline, modes and compressions of exchange.",
+    help="Only these, combined as in outer+topk: synchronous, sharded, pipeline, modes and compressions of exchange.",
 )
 @click.option(
     "--steps", type=click.IntRange(min=4), default=120, show_default=True, help="Steps of each way in each turn."
@@ -32,14 +32,14 @@ from hvd_train.run_folder.terminal import say
     type=click.FloatRange(min=0),
     default=60.0,
     show_default=True,
-    help="Leave a way in each turn after so many seconds of steps; 0: never.",
+    help="End each turn of a way after this many seconds of steps; 0: never.",
 )
 @click.option(
     "--turns",
     type=click.IntRange(min=1),
     default=2,
     show_default=True,
-    help="Ways take turns so often, each time with new ranks, and medians count: other work disturbs all alike.",
+    help="Number of turns, each with new ranks; medians count, so other work disturbs all ways alike.",
 )
 @click.option(
     "-o",

@@ -96,8 +96,8 @@ trials = together(
         "--random", "draws", type=click.IntRange(min=1), help="Draw this many trials (without: all combinations)."
     ),
     click.option("--seed", type=click.IntRange(min=0), help="Seed of the draws of --random (0)."),
-    click.option("--folds", type=click.IntRange(min=2), help="Train each on so many folds of the data; compare means."),
-    click.option("--seeds", type=click.IntRange(min=2), help="Train each with so many seeds; compare means."),
+    click.option("--folds", type=click.IntRange(min=2), help="Train each on this many folds; compare means."),
+    click.option("--seeds", type=click.IntRange(min=2), help="Train each with this many seeds; compare means."),
 )
 
 

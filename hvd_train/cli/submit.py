@@ -16,7 +16,7 @@ slurm = options.together(
     click.option("--nodes", type=click.IntRange(min=1), help="Number of hosts (1)."),
     click.option("--ntasks-per-node", type=click.IntRange(min=1), help="Ranks on each host (1)."),
     click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores of each rank."),
-    click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each host; a rank takes that of its local rank."),
+    click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each host; a rank uses that of its local rank."),
     click.option("--time", metavar="TIME", help="Limit, in Slurm's words: 30 (minutes), 2:00:00, 1-12."),
     click.option("--partition", help="Slurm partition, where the site has several."),
     click.option("--account", help="Slurm account to charge."),

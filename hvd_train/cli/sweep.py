@@ -27,7 +27,7 @@ from hvd_train.errors import ConfigError
 )
 @options.any_launcher
 @click.option("--run-dir", type=click.Path(file_okay=False), help="The sweep's folder; each trial has one in it.")
-@click.option("--resume", is_flag=True, help="Run what is missing or has failed.")
+@click.option("--resume", is_flag=True, help="Run only missing or failed trials.")
 @click.option("--collect", is_flag=True, help="Run nothing: write the results of the sweep that --run-dir holds.")
 @options.verbose
 def sweep(

@@ -13,7 +13,7 @@ from hvd_train.errors import ConfigError
 
 @click.command()
 @options.configuration
-@click.option("-np", "--num-proc", type=click.IntRange(min=2), required=True, help="Ranks that are held against one.")
+@click.option("-np", "--num-proc", type=click.IntRange(min=2), required=True, help="Ranks to compare with one.")
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps to train.")
 @options.any_launcher
 @click.option(

@@ -16,11 +16,11 @@ SECONDS = 1.0  # between polls of the files
 
 @click.command()
 @click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
-@click.option("--once", is_flag=True, help="Show it as it is now, and end.")
+@click.option("--once", is_flag=True, help="Show the current state, and exit.")
 def watch(run_dir: Path, once: bool) -> None:
     """The learning curves of a run in the terminal, while it goes on; ends with the run.
 
-    It reads the run folder alone, so the run may be another user's, or a job on another host of the file system.
+    It reads only the run folder, so the run may be another user's, or a job on another host of the file system.
 
     \b
     hvd-train watch runs/first

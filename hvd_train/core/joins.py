@@ -27,7 +27,7 @@ def notes(config: Config, steps: int, begin: int, per_epoch: int) -> list[str]:
         weights = f"those of step {joined}" if joined else "the first weights"
         return [f"{title}: {what}, so the result has {weights}", *impatient]
     if mode.result == "all" and joined < last < steps:
-        what = f"the result lacks the last {amount(steps - last, 'step')} of {steps}, which no join follows"
+        what = f"the result lacks the last {amount(steps - last, 'step')} of {steps}, which are never averaged"
         return [f"{title}: {what}; let {mode.interval} divide the steps", *impatient]
     return impatient
 

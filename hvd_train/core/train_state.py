@@ -215,7 +215,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
         if not reason:
             kept = local
         elif saved["kept"]:
-            notes.append(f"what each rank kept to itself ({', '.join(saved['kept'])}) is left behind: {reason}")
+            notes.append(f"per-rank state ({', '.join(saved['kept'])}) is not restored: {reason}")
 
     here = partial(training_state, training.frontend, training.update)
     others = of_other_stages(training.groups, here) if saved else {}
@@ -232,7 +232,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
 
     tree = collectively(communicator, fitting)
     if snapshot and len(tree) < len(snapshot.tree):
-        notes.append("gradients under way are left behind: exchange.mode or exchange.delay is another one")
+        notes.append("gradients in flight are dropped: exchange.mode or exchange.delay changed")
     for piece in broadcast(source, tree):
         training.frontend.load(piece)
         training.update.load(piece, Placement.REPLICATED)
@@ -256,7 +256,7 @@ def _check_averages(training: Training, averages: Tree) -> None:
     here = training.frontend.running_statistics()
     unknown = [key for key, x in sorted(averages.items()) if key not in here or here[key].shape != x.shape]
     if unknown:
-        what = "the checkpoint has statistics of a rank, which this model has not"
+        what = "the checkpoint has statistics of a rank, which this model lacks"
         raise CheckpointError(f"{what}: {', '.join(unknown[:20])}", fix="it is damaged: take another one")
 
 

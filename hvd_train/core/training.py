@@ -117,8 +117,8 @@ class Training:
         p, c = self.progress, self.config
         word = "nothing is left to train"
         if c.early_stopping and p.stopped and p.waited >= c.early_stopping.patience:
-            return f"{word}: early stopping ended the run; a larger early_stopping.patience, or none, goes on"
+            return f"{word}: early stopping ended the run; a larger early_stopping.patience, or none, continues"
         if p.stopped:
             return f"{word}: the run was stopped before its end; --overwrite starts it anew"
         key = "max_steps" if c.max_steps and p.step >= c.max_steps else "max_epochs"
-        return f"{word}: {key} {getattr(c, key)} is reached; a larger one goes on"
+        return f"{word}: {key} {getattr(c, key)} is reached; a larger one continues"

@@ -36,7 +36,7 @@ SCALES = {
     "cifar10": "from 0 to 1",
     "text": "the bytes' numbers",
 }
-NUMBERS = "as the data hold them", "from 0 to 1 (uint8 divided by 255)"
+NUMBERS = "as stored in the data", "from 0 to 1 (uint8 divided by 255)"
 
 
 def export(
@@ -54,7 +54,7 @@ def export(
     """
     here = world()
     if here.size > 1:
-        what = f"an export is the work of one process, and this is a world of {here.size} ranks"
+        what = f"export runs in one process, but there are {here.size} ranks"
         raise ConfigError(what, where=f"started by {here.launcher}", fix="start it without a launcher", common=True)
     output = output or Path(config.run_dir) / f"model{ENDINGS[to]}"
     _check_place(output, to, overwrite)
@@ -75,7 +75,7 @@ def export(
         about = {**trained.about, **{key: json.loads(names) for key, names in _names(trained.sample).items()}}
         _write(names_file, (json.dumps(about, indent=1, ensure_ascii=False) + "\n").encode())
     say(f"{to}: {output} ({config.model.name}, step {snapshot.step:,}, {len(done.content):,} bytes)")
-    say(f"takes and gives: {_signature(trained, done, framework or FRAMEWORKS[config.framework])}")
+    say(f"inputs and outputs: {_signature(trained, done, framework or FRAMEWORKS[config.framework])}")
     if _names(trained.sample):
         say(f"names of {' and '.join(_names(trained.sample))}: {names_file}")
     say(f"to load it: {done.load.replace('{path}', repr(str(output)))}")

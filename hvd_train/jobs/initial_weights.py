@@ -237,9 +237,9 @@ def _check_origin(config: Config, file: WeightFile, where: str) -> None:
     """Refuse weights of a user's model of the other framework: a square matrix would be loaded without transposing."""
     framework, model = file.origin
     if framework and framework != config.framework and (":" in model or ":" in config.model.name):
-        what = f"the weights are of a {framework} model, whose axes lie otherwise than those of {config.framework}"
+        what = f"the weights are of a {framework} model, whose axis order is not that of {config.framework}"
         raise ConfigError(
-            what, where=where, fix="only built-in models cross; bring the weights over in a file of your own"
+            what, where=where, fix="only built-in models are converted; convert the weights to a file yourself"
         )
 
 

@@ -93,7 +93,7 @@ def _new_file(job: Job, names: bool, name: str, rows: np.ndarray, output: Path, 
     if not names:
         return ArrayFile(output, overwrite)
     if not isinstance(field, Field) or field.shape:
-        what = "the model gives a class for each place of a sample"
+        what = "the model predicts a class for each token or pixel"
         raise ConfigError(what, where="--names", fix="leave it out: the numbers are written as .npy", common=True)
     wanted = max(2, field.classes or sample.told_classes or 0)
     if rows.ndim != 2 or rows.shape[1] < wanted:  # the argmax of a single number is always 0
@@ -110,7 +110,7 @@ def _check_shape(first: tuple[int, ...], rows: np.ndarray) -> None:
     """Raise an error for rows of another shape than the ``first`` ones, on all ranks alike."""
     if rows.shape[1:] != first:
         what = f"the model gives {first} for some samples and {rows.shape[1:]} for others"
-        fix = "with data.lengths, let the model give one shape, or train it with a label at each place"
+        fix = "with data.lengths, let the model return one shape, or train it with a label for each token"
         raise ConfigError(what, where="predict", fix=fix, common=True)
 
 

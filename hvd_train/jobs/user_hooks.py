@@ -20,8 +20,8 @@ def _made(name: str, where: str) -> Hook:
     except Exception as error:
         reason = named_reason(error)
         fix = "it is called without arguments, once on each rank"
-        raise ConfigError(f"it cannot be made: {reason}", where=where, fix=fix) from error
+        raise ConfigError(f"it cannot be created: {reason}", where=where, fix=fix) from error
     if not isinstance(hook, Hook):
         fix = "derive its class from hvd_train.Hook"
-        raise ConfigError(f"it gives {type(hook).__name__}, which is no hook", where=where, fix=fix)
+        raise ConfigError(f"it gives {type(hook).__name__}, which is not a hook", where=where, fix=fix)
     return hook

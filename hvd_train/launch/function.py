@@ -34,11 +34,11 @@ def call(
         what = "a rank starts no ranks of its own"
         raise ConfigError(what, where=f"{WHERE}, started by {world().launcher}", fix="call it in a process of its own")
     if np < 1:
-        raise ConfigError(f"np={np}: there is at least one rank", where=WHERE)
+        raise ConfigError(f"np={np}: at least one rank is needed", where=WHERE)
     try:
         packed = _packed((function, tuple(args), dict(kwargs or {})))
     except Exception as error:
-        what = f"the function, or what it holds, cannot be sent to the ranks: {error}"
+        what = f"the function, or an object that it uses, cannot be sent to the ranks: {error}"
         raise ConfigError(what, where=WHERE, fix="open files, sockets and locks inside the function") from error
     with tempfile.TemporaryDirectory(prefix="hvd-train-launch-") as temporary:
         folder = Path(temporary)

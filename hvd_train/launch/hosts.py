@@ -73,7 +73,7 @@ def parse(hosts: str | None, hostfile: Path | None, interfaces: str | None) -> H
     if hosts and hostfile:
         raise ConfigError("--hosts and --hostfile name the hosts twice", where="--hostfile", fix="give one of them")
     if interfaces and not re.fullmatch(r"[\w.:,-]+", interfaces):
-        raise ConfigError(f"{interfaces!r} is no list of networks", where="--network-interfaces", fix="eth0,ib0")
+        raise ConfigError(f"{interfaces!r} is not a list of networks", where="--network-interfaces", fix="eth0,ib0")
     if hosts:
         rows = [(f"--hosts {hosts}", row) for row in hosts.split(",")]
     elif hostfile:
@@ -142,7 +142,7 @@ def look(hosts: Sequence[str]) -> None:
     for host, (code, out, error) in answers.items():
         where = f"host {host}"
         if code == 255:
-            raise ConfigError(f"ssh does not get there: {error or 'no answer'}", where=where, fix=f"try 'ssh {host}'")
+            raise ConfigError(f"ssh cannot connect: {error or 'no answer'}", where=where, fix=f"try 'ssh {host}'")
         if code == 124:
             raise ConfigError(f"no answer within {ANSWER_SECONDS:g} s", where=where, fix=f"try 'ssh {host}'")
         if code:

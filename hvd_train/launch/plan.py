@@ -45,7 +45,7 @@ class Restarts:
             what = "spares take the place of ranks at a restart"
             raise ConfigError(what, where="--spares", fix="give --max-restarts")
         if self.min_np and not self.most:
-            raise ConfigError("nothing starts again on fewer ranks", where="--min-np", fix="give --max-restarts")
+            raise ConfigError("only a restart can use fewer ranks", where="--min-np", fix="give --max-restarts")
 
 
 def _program(words: Sequence[str]) -> list[str]:

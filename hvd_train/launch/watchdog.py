@@ -31,7 +31,7 @@ INSIDE = re.compile(
 class Watchdog:
     """A watchdog for stuck ranks, polled by ``look()``. ``stuck``: {rank: (what is wrong, its stack)}.
 
-    Ranks are stuck if nothing has moved for ``limit`` seconds (0: they never are). The culprit is the rank that is
+    Ranks are stuck if there was no progress for ``limit`` seconds (0: they never are). The culprit is the rank that is
     stopped or is not waiting in a collective; all of them if that cannot be known. After a rank has died, the others
     may make no progress for only ``DEAD_SECONDS``: Gloo does not always notice that a peer is gone.
     """

@@ -48,6 +48,6 @@ class FileWatch:
             path, over = self._path, self._patience.over()
             if path and over and self._end:
                 what = f"the file system has not answered for {self._limit:g} s"
-                fix = "look for a disk or a server of files that does not answer; watchdog_s sets the limit"
+                fix = "look for a disk or a file server that does not answer; watchdog_s sets the limit"
                 self._end(CheckpointError(what, where=str(path), fix=fix))
                 return

@@ -130,7 +130,7 @@ class Lock:
             what = f"{name} was removed while the run wrote to it"
             raise CheckpointError(what, where=str(gone), fix="nothing more was written; start the run again")
         if holder.token != self._holder.token:
-            what = f"the run folder was taken over by {holder}: this process did not move for long"
+            what = f"the run folder was taken over by {holder}: this process made no progress for a long time"
             raise CheckpointError(what, where=str(self.path.parent), fix="nothing more was written; end one of the two")
 
     def _ticket(self) -> Path:

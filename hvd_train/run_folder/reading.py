@@ -59,7 +59,7 @@ def parsed(text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON ({str(error)[:80]})") from error
     if not isinstance(value, dict):
-        raise ValueError("it holds no object")
+        raise ValueError("it is not a JSON object")
     return value
 
 

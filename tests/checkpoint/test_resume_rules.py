@@ -71,14 +71,14 @@ FORGOTTEN = {"best": None, "waited": 0, "stopped": False}
     ("changes", "expected", "line"),
     [
         ({"precision": "32"}, {"loss_scale": 65536.0, "good_steps": 0, "skipped": 0}, "precision 16-mixed -> 32: loss"),
-        ({"early_stopping": "max of val_r2"}, FORGOTTEN, "what was best before"),
+        ({"early_stopping": "max of val_r2"}, FORGOTTEN, "earlier best values"),
         ({"patience": 5}, {"stopped": False}, "patience 3 -> 5, of which 3 are used"),
         ({"patience": 2}, {}, ""),
-        ({"data": DATA | {"train": {"samples": 90, "fingerprint": "c"}}}, ANEW, "others: epoch 3 begins anew"),
-        ({"order": "seed 1"}, ANEW, "the order of samples is another one: epoch 3 begins anew"),
+        ({"data": DATA | {"train": {"samples": 90, "fingerprint": "c"}}}, ANEW, "changed: epoch 3 starts over"),
+        ({"order": "seed 1"}, ANEW, "the order of samples changed: epoch 3 starts over"),
         ({"task": FACTS.task | {"metrics": ["top5"]}}, {"epoch_sums": [], "pending": []}, ""),
-        ({"task": FACTS.task | {"loss": "mse"}}, {"epoch_sums": [], "pending": []} | FORGOTTEN, "the loss is another"),
-        ({"data": DATA | {"val": {"samples": 20, "fingerprint": "c"}}}, FORGOTTEN, "the validation data are others"),
+        ({"task": FACTS.task | {"loss": "mse"}}, {"epoch_sums": [], "pending": []} | FORGOTTEN, "the loss is"),
+        ({"data": DATA | {"val": {"samples": 20, "fingerprint": "c"}}}, FORGOTTEN, "the validation data changed"),
     ],
 )
 def test_what_follows_of_a_change(changes, expected, line):
@@ -98,7 +98,7 @@ def test_a_plateau_compares_values_of_the_same_data(monitor, part, forgotten):
     progress = Progress(step=10, epoch=2, rate_factor=0.5, plateau_best=0.3, plateau_waited=1, stopped=True)
     notes = carry_over(Resumption(progress, before, now, sums=2, loss_scale=1.0))
     kept = (progress.plateau_best, progress.plateau_waited) == (0.3, 1)
-    assert kept != forgotten and ("what was best before" in "".join(notes)) == forgotten
+    assert kept != forgotten and ("earlier best values" in "".join(notes)) == forgotten
     assert progress.rate_factor == 0.5 and progress.stopped, "it did not end by early stopping"
 
 
@@ -108,16 +108,16 @@ COUNTED = ["task={loss: mse, metrics: [r2, 'mine:off']}"]
 @pytest.mark.parametrize(
     ("before", "now", "monitor", "why"),
     [
-        ([], ["task.loss=mse"], "val_loss", "the loss is another one"),
+        ([], ["task.loss=mse"], "val_loss", "the loss is different"),
         ([], ["task.metrics=[accuracy, top5]"], "val_accuracy", ""),
-        (COUNTED, ["task={loss: mse, metrics: [r2, 'yours:off']}"], "val_off", "the metric off is another function"),
+        (COUNTED, ["task={loss: mse, metrics: [r2, 'yours:off']}"], "val_off", "the metric off is a different"),
         (COUNTED, ["task={loss: mse, metrics: [r2, 'yours:off']}"], "val_r2", ""),
-        ([], ["limit_val_batches=1", "batch_size=4"], "val_loss", "the validation data are read in another way"),
+        ([], ["limit_val_batches=1", "batch_size=4"], "val_loss", "the validation data are read differently"),
         ([], ["limit_val_batches=1", "batch_size=10"], "val_loss", ""),  # on two ranks these are all 20 samples
         ([], ["data.transforms=[{name: normalize, mean: 1, std: 2}]"], "val_loss", "the validation data are read"),
         ([], ["data.transforms=[random_horizontal_flip]"], "val_loss", ""),
         ([], ["data.transforms=[random_horizontal_flip]"], "train_loss", "the training data are read"),
-        ([], ["data.lengths.max_length=8"], "val_loss", "the validation data are read in another way"),
+        ([], ["data.lengths.max_length=8"], "val_loss", "the validation data are read differently"),
         (["data.lengths.block=64"], ["data.lengths.block=128"], "val_loss", ""),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_line_tells_of_another_global_batch(key, ranks, line):
 
 def test_state_of_a_rank_stays_with_what_made_it():
     assert why_left_behind(FACTS, FACTS, same_shapes=True) == ""
-    assert why_left_behind(FACTS, FACTS, same_shapes=False) == "their shapes are others"
+    assert why_left_behind(FACTS, FACTS, same_shapes=False) == "their shapes differ"
     other = replace(FACTS, ranks=1, mode="partial")
     assert why_left_behind(FACTS, other, same_shapes=False) == f"ranks 2 -> 1, mode {FACTS.mode} -> partial"
 

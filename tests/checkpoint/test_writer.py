@@ -60,7 +60,7 @@ def test_a_write_that_hangs_is_given_up_after_the_limit():
     kind, what, where, _ = json.loads(writer.outcome())
     end.set()
     assert 0.4 < time.monotonic() - began < SECONDS and (kind, where) == ("CheckpointError", str(PATH))
-    assert what == "the checkpoint cannot be written: nothing has moved for 0.4 s"
+    assert what == "the checkpoint cannot be written: there was no progress for 0.4 s"
 
 
 @pytest.mark.parametrize("limit", [0.5, 0])
@@ -92,5 +92,5 @@ def test_a_process_that_was_stopped_itself_gives_nothing_up(monkeypatch):
         now[0] += seconds
         assert writer.outcome() is None
     now[0] += 2
-    assert "nothing has moved for 600 s" in (writer.outcome() or "")
+    assert "there was no progress for 600 s" in (writer.outcome() or "")
     end.set()

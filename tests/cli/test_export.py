@@ -186,7 +186,7 @@ def test_the_command_tells_what_was_written(made):
     path = made.folder / "cnn" / "model.pt"
     assert what == f"pytorch: {path} (cnn, step 3, {path.stat().st_size:,} bytes)"
     assert takes == (
-        "takes and gives: input (n, 1, 28, 28) float64, channels first, numbers from 0 to 1 -> logits (n, 10)"
+        "inputs and outputs: input (n, 1, 28, 28) float64, channels first, numbers from 0 to 1 -> logits (n, 10)"
     )
     assert load.startswith("to load it: import torch, pt_models.cnn; model = pt_models.cnn.build(input_shape=")
     assert "channels last, numbers from 0 to 1 -> logits (n, 10)" in made.told["cnn", "keras"]
@@ -204,7 +204,7 @@ def test_of_several_inputs_a_file_tells_which_are_divided():
     meta = {"sample": asdict(Sample(fields, {"label": Field((), "int64", classes=2)}))}
     snapshot = SimpleNamespace(meta=meta, model={}, step=1, framework="pytorch")
     scale = export._trained(Config.model_validate({"data": {"name": "npz"}}), snapshot).scale
-    assert scale == "of image from 0 to 1 (uint8 divided by 255), of others as the data hold them"
+    assert scale == "of image from 0 to 1 (uint8 divided by 255), of others as stored in the data"
 
 
 def test_another_place_and_another_checkpoint(made, tmp_path):
@@ -251,7 +251,7 @@ def test_mistakes(made, tmp_path, name, arguments, code, words):
 def test_a_world_of_ranks_is_refused(made):
     line = ["export", "--run-dir", str(made.folder / "mlp"), "--to", "safetensors", "-o", "w"]
     done = run(*line, code=2, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
-    assert "an export is the work of one process" in done.stderr and "start it without a launcher" in done.stderr
+    assert "export runs in one process" in done.stderr and "start it without a launcher" in done.stderr
 
 
 def test_a_checkpoint_of_another_model(made, tmp_path):

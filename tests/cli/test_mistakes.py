@@ -15,7 +15,7 @@ from tests.cli.running import run
         (["fit", "-np", "0"], "0 is not in the range x>=1"),
         (["fit", "-np", "two"], "'two' is not a valid integer"),
         (["fit", "--launcher", "slurm"], "'slurm' is not one of 'auto', 'horovodrun', 'mpirun'"),
-        (["fit", "-np", "2", "--min-np", "1"], "nothing starts again on fewer ranks; --min-np; give --max-restarts"),
+        (["fit", "-np", "2", "--min-np", "1"], "only a restart can use fewer ranks; --min-np; give --max-restarts"),
         (["fit", "-np", "2", "--spares", "1"], "spares take the place of ranks at a restart; --spares"),
         (["fit", "--sed", "3"], "'--seed'"),
         (

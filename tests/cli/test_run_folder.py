@@ -262,8 +262,8 @@ def test_data_that_changed_go_on_when_allowed(made, tmp_path):
     a, b, c = commands(*lines)
     assert (a.code, b.code, c.code) == (0, 0, 0), a.err + b.err + c.err
     for told in (a, b):
-        assert told.out.count("the training data are others: epoch 1 begins anew") == 1
-    assert "begins anew" not in c.out and "epoch 1, 96 samples of it used" in c.out
+        assert told.out.count("the training data changed: epoch 1 starts over") == 1
+    assert "starts over" not in c.out and "epoch 1, 96 samples of it used" in c.out
     seen = [json.loads((tmp_path / n / "summary.json").read_text())["train_samples"] for n in "abc"]
     assert seen == [96 + 40, 96 + 48, 96 + 24 + 16]
 

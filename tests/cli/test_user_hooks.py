@@ -54,9 +54,9 @@ def test_a_hook_of_the_configuration_is_called_on_all_ranks(folder, framework):
         (
             "[my_hooks:Needs]",
             2,
-            "it cannot be made: TypeError: Needs.__init__() missing 1 required positional argument",
+            "it cannot be created: TypeError: Needs.__init__() missing 1 required positional argument",
         ),
-        ("[my_hooks:none]", 2, "it gives dict, which is no hook; hooks: my_hooks:none; derive its class from"),
+        ("[my_hooks:none]", 2, "it gives dict, which is not a hook; hooks: my_hooks:none; derive its class from"),
     ],
 )
 def test_mistakes_are_told_in_one_line_and_nothing_is_written(folder, hooks, code, line):

@@ -172,7 +172,7 @@ def test_statistics_that_nothing_takes_are_refused(tmp_path, every_turn):
     def restored(communicator):
         return trainer(communicator, c, tmp_path).restore(found if communicator.rank == 0 else None)
 
-    with pytest.raises(CheckpointError, match=r"statistics of a rank, which this model has not: statistics/mean;"):
+    with pytest.raises(CheckpointError, match=r"statistics of a rank, which this model lacks: statistics/mean;"):
         run_ranks(2, restored)
 
 

@@ -9,7 +9,7 @@ from tests.core.test_loop import config, final
 
 OUTER = {"mode": "outer", "outer_steps": 4}
 NEVER = "no join comes in the remaining {}, so the result has {}"
-LAST = "the result lacks the last {} of {}, which no join follows; let outer_steps divide the steps"
+LAST = "the result lacks the last {} of {}, which are never averaged; let outer_steps divide the steps"
 
 
 @pytest.mark.parametrize(

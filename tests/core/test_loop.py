@@ -580,7 +580,7 @@ def test_residuals_of_another_compressor_are_left_behind(tmp_path, size):
     assert [total for _, total in same_one] == [total for _, total in kept] and same_one[0][0] == []
     for notes, total in restored(make("topk", ratio=0.5), "topk", {"exchange": {"compression": "topk"}}):
         assert total == 0
-        assert notes == ["what each rank kept to itself (residuals) is left behind: compression threshold -> topk"]
+        assert notes == ["per-rank state (residuals) is not restored: compression threshold -> topk"]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -601,7 +601,7 @@ def test_residuals_that_lie_in_another_order_are_left_behind(tmp_path, monkeypat
     kept = run_ranks(size, lambda c: work(c, "channels first", begin=True))
     assert all(total > 0 for _, total in kept)
     assert run_ranks(size, lambda c: work(c, "channels first")) == kept
-    line = "what each rank kept to itself (residuals) is left behind: axes channels first -> channels last"
+    line = "per-rank state (residuals) is not restored: axes channels first -> channels last"
     assert run_ranks(size, lambda c: work(c, "channels last")) == [([line], 0)] * size
 
 
@@ -756,7 +756,7 @@ def test_another_rule_of_early_stopping_begins_anew(tmp_path, numbers):
         return made.restore(found), made.fit()
 
     ((notes, summary),) = run_ranks(1, work)
-    assert notes == ["early stopping: max of val_accuracy -> min of val_loss; what was best before does not count"]
+    assert notes == ["early stopping: max of val_accuracy -> min of val_loss; earlier best values do not count"]
     assert summary["epochs"] == 9
 
 
@@ -790,7 +790,7 @@ def test_a_run_that_has_come_to_its_end_says_so_and_keeps_its_speed(tmp_path):
     first, _ = run(False)
     again, complete = run(True)
     assert again == first and first["samples_per_second"] > 0
-    assert complete == "nothing is left to train: max_epochs 2 is reached; a larger one goes on"
+    assert complete == "nothing is left to train: max_epochs 2 is reached; a larger one continues"
 
 
 def test_the_error_of_compression_is_that_of_gradients_as_they_are(tmp_path, monkeypatch):

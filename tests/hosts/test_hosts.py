@@ -263,7 +263,7 @@ def test_a_host_that_is_not_there_is_one_line(network, tmp_path):
         line = [str(BIN / "hvd-train"), "fit", "-np", "2", *words(tmp_path / "run", "pytorch")]
         for host in (c, "nowhere"):
             done = network.run([*line, "-H", f"{a}:1,{host}:1"], **ROOTED)
-            assert done.returncode == 2 and done.stderr.startswith("error: ssh does not get there: "), done.stderr
+            assert done.returncode == 2 and done.stderr.startswith("error: ssh cannot connect: "), done.stderr
             assert f"; host {host}; try 'ssh {host}'" in done.stderr and done.stderr.count("\n") == 1
     finally:
         network.link(c, "up")
@@ -361,7 +361,7 @@ def test_hosts_are_filled_one_after_the_other(tmp_path):
         ("a:1", "b", None, "name the hosts twice"),
         (None, "a slots=2\nb slots=$(x)\n", None, r"'b slots=\$\(x\)' is no host; .*:2; "),
         (None, "# nobody\n", None, "names no host"),
-        ("a:1", None, "eth0; x", "is no list of networks"),
+        ("a:1", None, "eth0; x", "is not a list of networks"),
         (None, None, "eth0", "of which hosts; --network-interfaces"),
     ],
 )
@@ -388,7 +388,7 @@ def test_no_secret_travels_in_a_command_line(monkeypatch):
     [
         (
             (255, "", "Permission denied (publickey)."),
-            "ssh does not get there: Permission denied .*; host b; try 'ssh b'",
+            "ssh cannot connect: Permission denied .*; host b; try 'ssh b'",
         ),
         ((124, "", ""), "no answer within 60 s; host b"),
         ((127, "", "no such file"), "does not run hvd_train there: no such file; host b; install it at the same path"),
@@ -467,7 +467,7 @@ def test_srun_within_an_allocation(words, says, monkeypatch):
 
 def test_srun_needs_an_allocation(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    says = "this is no allocation of Slurm; --launcher srun; start it with salloc, or see 'hvd-train submit'"
+    says = "this is not a Slurm allocation; --launcher srun; start it with salloc, or see 'hvd-train submit'"
     assert says in dry_run(["fit", "--launcher", "srun", "-np", "2"], monkeypatch)
 
 

@@ -81,7 +81,7 @@ UNKNOWN = [
 def test_a_launcher_that_horovod_does_not_know_is_refused(environ, who, names):
     """Each of its processes would train alone, as rank 0 of 1; Horovod's own launchers stand above it."""
     first = names.split()[0]
-    with pytest.raises(ConfigError, match=rf"^{who} tells Horovod nothing \({first}=.*variable {first}; .*horovodrun"):
+    with pytest.raises(ConfigError, match=rf"^{who} is not supported .* \({first}=.*variable {first}; .*horovodrun"):
         world(environ)
     with pytest.raises(ConfigError, match=f"to train with this process alone, unset {names}$"):
         world(environ)
@@ -119,7 +119,7 @@ def test_an_unknown_launcher_is_told_in_one_line(program):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
     told = [row for row in done.stderr.splitlines() if row.startswith(("error", "Traceback"))]
     assert done.returncode == 2 and len(told) == 1, done.stderr
-    assert told[0].startswith("error: the launcher tells Horovod nothing (WORLD_SIZE=2, RANK=1): each process would")
+    assert told[0].startswith("error: the launcher is not supported by Horovod (WORLD_SIZE=2, RANK=1): each process")
 
 
 def test_a_variable_that_is_no_number_is_named():

@@ -50,7 +50,7 @@ def test_all_go_on_once_the_last_one_has_come(environ, monkeypatch):
 
 
 def test_who_does_not_come_is_named(environ):
-    with pytest.raises(CommunicationError, match="ranks 1, 2 did not come within 0 s; horovodrun; look for "):
+    with pytest.raises(CommunicationError, match="ranks 1, 2 did not join within 0 s; horovodrun; look for "):
         wait_for_ranks(place(0), environ | {START: "0"})
 
 

@@ -225,7 +225,7 @@ def test_when_the_ranks_have_met_no_other_address_is_heard(step):
         return connection.getresponse().status
 
     assert ask(elsewhere) == 404
-    assert opened.wait(0)["failed"].startswith("rank 1 did not come") and ask(elsewhere) == 404
+    assert opened.wait(0)["failed"].startswith("rank 1 did not join") and ask(elsewhere) == 404
     opened._verdict = None
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(opened.add_rank, 1, 0, "127.0.0.1", "127.0.0.8")

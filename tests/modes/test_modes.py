@@ -72,7 +72,7 @@ def test_mistakes_of_the_command(tmp_path):
     done = run("modes", "-np", "4", "-H", "a:1,b:1", code=2, cwd=tmp_path)
     assert done.stderr.startswith("error: 4 ranks on hosts with 2 slots; -H a:1,b:1; -np 2, or more slots")
     done = run("modes", "-np", "2", "--launcher", "srun", code=2, cwd=tmp_path)
-    assert done.stderr.startswith("error: this is no allocation of Slurm; --launcher srun; ")
+    assert done.stderr.startswith("error: this is not a Slurm allocation; --launcher srun; ")
     words = ("modes", "-np", "2", "--modes", "sharded+async", "--turns", "1")
     done = run(*words, code=2, cwd=tmp_path)
     assert "error: no way of training runs, the first for this: optim.sharded: " in done.stderr

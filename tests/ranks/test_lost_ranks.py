@@ -163,7 +163,7 @@ def test_a_save_that_hangs_ends_the_job(tmp_path, monkeypatch, launcher, framewo
     code, out, err = Job(launcher, tmp_path, *sets).end()
     told = re.findall(r"error\[rank 0\]: (.*)", out + err)
     run = tmp_path / "run"
-    what = f"the checkpoint cannot be written: nothing has moved for 3 s; {run}/checkpoints/step-00000040"
+    what = f"the checkpoint cannot be written: there was no progress for 3 s; {run}/checkpoints/step-00000040"
     if point.startswith("check"):
         what = f"the file system has not answered for 2.7 s; {run}/lock"
     assert code == 4 and len(told) == 1, out + err

@@ -80,7 +80,7 @@ def test_keys_in_which_runs_differ_are_shown(tmp_path):
     [
         (lambda path: path.mkdir(), "holds no finished run"),
         (lambda path: (path.mkdir(), (path / "summary.json").write_text("{")), "is damaged: no JSON"),
-        (lambda path: (path.mkdir(), (path / "summary.json").write_text("[3]")), "is damaged: it holds no object"),
+        (lambda path: (path.mkdir(), (path / "summary.json").write_text("[3]")), "is damaged: it is not a JSON object"),
         (
             lambda path: write(path, summary=SUMMARY | {"steps": "x"}),
             r"is damaged: it is not the summary of a run \(steps\)",

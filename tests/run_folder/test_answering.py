@@ -25,7 +25,7 @@ def test_an_access_that_hangs_is_told_with_its_path(tmp_path):
             pass
         assert ended.wait(SECONDS)
     (error,) = told
-    words = "look for a disk or a server of files that does not answer; watchdog_s sets the limit"
+    words = "look for a disk or a file server that does not answer; watchdog_s sets the limit"
     assert str(error) == f"the file system has not answered for 0.45 s; {tmp_path / 'run'}; {words}"
 
 

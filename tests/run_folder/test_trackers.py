@@ -118,7 +118,7 @@ def test_a_failure_is_told_once_and_ends_nothing(tmp_path, monkeypatch, capsys, 
     err = capsys.readouterr().err
     reason = "OSError: [Errno 28] No space left on device" if how is full else "SystemExit: "
     assert err == (
-        f"warning: mine takes no more numbers: {reason}; loggers: mine; training goes on without it, and "
+        f"warning: mine is disabled: {reason}; loggers: mine; training goes on without it, and "
         "metrics.jsonl has all numbers\n"
     )
     assert made.called.count(at) == 1 and made.called[-1] == at
@@ -128,7 +128,7 @@ def test_a_failure_is_told_once_and_ends_nothing(tmp_path, monkeypatch, capsys, 
 def test_a_tracker_that_hangs_holds_nothing_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(calls, "WAITING", 3)
     monkeypatch.setattr(calls, "END_SECONDS", 0.2)
-    for at, reason in (("scalars", "it has not taken the last 3 lines"), ("close", "it does not come to an end")):
+    for at, reason in (("scalars", "it has not processed the last 3 lines"), ("close", "it does not finish")):
         log = RunLog(tmp_path / at, tensorboard=False, total_epochs=2)
         row = types.SimpleNamespace(thread=True, tracker_class=Failing(at, lambda: time.sleep(SECONDS)))
         log.trackers = Trackers({"mine": row}, TrackedRun(tmp_path / at, CONFIG))
@@ -137,7 +137,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(tmp_path, monkeypatch, capsys):
         for step in range(6 if at == "scalars" else 1):
             log.train(0, step, NUMBERS, 0.1, 3.0)
         finish(log)
-        assert f"mine takes no more numbers: {reason}; " in capsys.readouterr().err
+        assert f"mine is disabled: {reason}; " in capsys.readouterr().err
         assert time.monotonic() - began < SECONDS
 
 

@@ -141,12 +141,12 @@ def test_two_commands_in_a_step_and_two_steps_at_once(cluster):
 @pytest.mark.parametrize(
     ("does", "code", "expected"),
     [
-        ("2:leaves", 5, ["error[rank 0]: rank 2 did not come within 4 s; srun; look for what ended or held them"]),
+        ("2:leaves", 5, ["error[rank 0]: rank 2 did not join within 4 s; srun; look for what ended or blocked them"]),
         ("0:leaves", 5, [f"error[rank {k}]: rank 0 was not found on node1 within 4 s: nobody who" for k in (1, 2)]),
         (
             "2:fails",
             3,
-            ["error[rank 0]: rank 2 ended with exit code 3 before the ranks had met", "error[rank 2]: no su"],
+            ["error[rank 0]: rank 2 ended with exit code 3 before all ranks had joined", "error[rank 2]: no su"],
         ),
         ("0:fails", 3, ["error[rank 0]: no such file; rank 0's disk"]),
     ],
@@ -167,7 +167,7 @@ def test_a_rank_that_never_comes(cluster, does, code, expected):
 def test_ranks_with_another_secret_are_turned_away(cluster):
     line = f"HVD_TRAIN_SECRET={secrets.token_hex(8)}$SLURM_NODEID python {HERE / 'meet.py'}"
     done = srun(cluster, *NODES, "-n", "2", "bash", "-c", line, HOROVOD_START_TIMEOUT="4")
-    assert done.code == 5 and "error[rank 0]: rank 1 did not come within 4 s" in done.err
+    assert done.code == 5 and "error[rank 0]: rank 1 did not join within 4 s" in done.err
     assert "error[rank 1]: rank 0 was not found on node1 within 4 s: nobody who knows the secret" in done.err
 
 
@@ -215,7 +215,7 @@ def test_rank_0_is_not_on_the_first_node(apart, layout, does, code):
         rank = int(does[0])
         told = [f"error[rank {rank}]: no such file; rank {rank}'s disk"]
         if rank:
-            told.insert(0, "error[rank 0]: rank 1 ended with exit code 3 before the ranks had met; srun; its own line")
+            told.insert(0, "error[rank 0]: rank 1 ended with exit code 3 before all ranks had joined; srun; its own")
         lines = sorted(done.err.splitlines())
         assert len(lines) == len(told) and all(a.startswith(b) for a, b in zip(lines, told, strict=True)), lines
         return

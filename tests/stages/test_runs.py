@@ -100,7 +100,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_nobody_cut(tmp_path, framework):
     sets += ("checkpoint.every_n_steps=8",)
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     trained(cut, framework, "-np", "4", sets=(*sets, "max_steps=8"))
-    assert "left behind" not in fit(cut, framework, "-np", "4", *RESUME, sets=sets)[1]
+    assert "not restored" not in fit(cut, framework, "-np", "4", *RESUME, sets=sets)[1]
     split = [line.strip() for line in (cut / "config.yaml").read_text().splitlines() if "split: [" in line]
     trained(whole, framework, "-np", "4", sets=(*sets, "parallel." + split[0].replace(": ", "=")))
     assert summary(cut)["weights_sha256"] == summary(whole)["weights_sha256"]

@@ -194,7 +194,7 @@ def test_what_is_left_behind_on_another_number_of_ranks_is_named(tmp_path, steps
         return trainer(communicator, c, tmp_path).restore(found)
 
     kept = "slots, weights" if steps == 6 else "slots"
-    line = f"what each rank kept to itself ({kept}) is left behind: ranks 3 -> 2"
+    line = f"per-rank state ({kept}) is not restored: ranks 3 -> 2"
     assert run_ranks(2, notes) == [[line]] * 2
     assert run_ranks(3, notes) == [[]] * 3
 

@@ -41,7 +41,7 @@ def _array(name: str, x: torch.Tensor) -> np.ndarray:
         return (x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)
     except (TypeError, RuntimeError):
         kind = str(x.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} has the type {kind} ({x.layout}), which has no weights as such") from None
+        raise ValueError(f"{name} has the type {kind} ({x.layout}), which cannot hold weights") from None
 
 
 def _refused(path: Path) -> str:

@@ -74,7 +74,7 @@ def refuse_unknown(environ: Mapping[str, str]) -> None:
     if variables:
         shown = ", ".join(f"{name}={value}" for name, value in variables.items())
         raise ConfigError(
-            f"{who} tells Horovod nothing ({shown}): each process would train alone",
+            f"{who} is not supported by Horovod ({shown}): each process would train alone",
             where=f"environment variable {next(iter(variables))}",
             fix="start it with horovodrun, mpirun or srun, or N ranks on this host with hvd-train fit -np N; "
             f"{ALONE} {' '.join(variables)}",

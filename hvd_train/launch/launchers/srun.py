@@ -40,7 +40,7 @@ class Srun(Launcher):
     def check(self) -> None:
         if shutil.which(self.tool) is None or "SLURM_JOB_ID" not in os.environ:
             fix = "start it with salloc, or see 'hvd-train submit'"
-            raise ConfigError("this is no allocation of Slurm", where=WHERE, fix=fix)
+            raise ConfigError("this is not a Slurm allocation", where=WHERE, fix=fix)
 
     def command(self, layout: Layout, program: Sequence[str]) -> list[str]:
         from hvd_train.launch.hosts import ranks_in_all

@@ -167,7 +167,7 @@ class Rendezvous:
             pause = min(1.5 * pause, PAUSES[1])
         self._gave_up = True
         what = f"rank 0 was not found on {self._step.first_node} within {seconds} s: {reason}"
-        fix = f"look for what ended or held it; {START} sets the time"
+        fix = f"look for what ended or blocked it; {START} sets the time"
         raise CommunicationError(what, where=self._step.launcher, fix=fix)
 
     def find(self) -> Endpoint | str:

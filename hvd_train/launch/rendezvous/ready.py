@@ -38,8 +38,8 @@ def wait_for_ranks(here: World, environ: Mapping[str, str] = os.environ) -> None
             _ask(server, token, "PUT", here.rank)
         missing = {rank for rank in missing if _ask(server, token, "GET", rank) != http.client.OK}
         if missing and time.monotonic() > stop:
-            what = f"{name_ranks(sorted(missing))} did not come within {seconds} s"
-            fix = f"look for what ended or held them; {START} sets the time"
+            what = f"{name_ranks(sorted(missing))} did not join within {seconds} s"
+            fix = f"look for what ended or blocked them; {START} sets the time"
             raise CommunicationError(what, where=here.launcher, fix=fix)
         if missing:
             time.sleep(pause)

@@ -109,8 +109,8 @@ class RendezvousServer(ThreadingHTTPServer):
                 self._last_words = ""  # rank 0 waits here, so it has no error of its own to report
             elif missing:
                 ranks = name_ranks(missing)
-                fix = f"look for what ended or held them; {START} sets the time"
-                failed = f"{ranks} did not come within {seconds} s"
+                fix = f"look for what ended or blocked them; {START} sets the time"
+                failed = f"{ranks} did not join within {seconds} s"
                 self._verdict = {"failed": failed, "fix": fix, "code": CommunicationError.exit_code}
             else:
                 self._verdict = {"address": self._address, "locals": [self.locals[rank] for rank in range(self.size)]}
@@ -119,7 +119,7 @@ class RendezvousServer(ThreadingHTTPServer):
             return self._verdict
 
     def _fail(self, rank: int, code: int) -> None:
-        failed = f"rank {rank} ended with exit code {code} before the ranks had met"
+        failed = f"rank {rank} ended with exit code {code} before all ranks had joined"
         self._verdict = {"failed": failed, "fix": "its own line says why", "code": code}
 
     @property

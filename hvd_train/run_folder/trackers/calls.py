@@ -62,12 +62,12 @@ class CallsInThread(Calls):
             if not self.failure:
                 self._calls.put_nowait((method, *args))
         except queue.Full:
-            self.failure = f"it has not taken the last {WAITING:,} lines"
+            self.failure = f"it has not processed the last {WAITING:,} lines"
 
     def wait(self, until: float) -> None:
         self._thread.join(max(until - time.monotonic(), 0))
         if self._thread.is_alive() and not self.failure:
-            self.failure = "it does not come to an end"
+            self.failure = "it does not finish"
 
 
 class Trackers:
@@ -106,4 +106,4 @@ class Trackers:
         failed = [one for one in self._calls if one.failure]
         self._calls = [one for one in self._calls if not one.failure]
         ending = "training goes on without it, and metrics.jsonl has all numbers"
-        return [f"{one.name} takes no more numbers: {one.failure}; loggers: {one.name}; {ending}" for one in failed]
+        return [f"{one.name} is disabled: {one.failure}; loggers: {one.name}; {ending}" for one in failed]

@@ -1,4 +1,4 @@
-"""The interface of a tracker, and the facts of a run that it learns."""
+"""The interface of a tracker, and the facts of a run that it gets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_train import files
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run that begins or goes on. ``config``: {key with dots: value}."""
+    """A new or resumed run. ``config``: {key with dots: value}."""
 
     run_dir: Path
     config: Mapping[str, Any]
@@ -23,11 +23,11 @@ class TrackedRun:
 
     @property
     def folder(self) -> Path:
-        """The folder of the trackers' files."""
+        """Return the folder for the trackers' files."""
         return self.run_dir / "loggers"
 
     def old_id(self, tracker: str) -> str | None:
-        """Return the name that ``tracker`` gave this run when it began; None: it begins now."""
+        """Return the id that ``tracker`` gave this run at its start, None for a new run."""
         try:
             return files.content(self.folder / f"{tracker}.id", MAX_ID_BYTES).decode().strip() or None
         except FileNotFoundError:
@@ -42,18 +42,18 @@ MAX_ID_BYTES = 4096
 
 
 class Tracker:
-    """Made when the run folder is written for the first time. It may raise anything: training goes on without it."""
+    """A tracker, created with the run folder. Its methods may raise anything: training continues without it."""
 
     def __init__(self, run: TrackedRun) -> None: ...
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Take a line of metrics.jsonl."""
+        """Log a line of metrics.jsonl."""
 
     def scalars(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
-        """Take numbers by their names, as ``loss/train``; ``epoch`` counts from 1."""
+        """Log numbers by name, such as ``loss/train``. ``epoch`` counts from 1."""
 
     def close(self, finished: bool, summary: Mapping[str, Any]) -> None:
-        """Write all that is left. ``finished``: the run has come to its end, and ``summary`` is its result."""
+        """Write what is left. ``finished``: the run is complete, and ``summary`` is its result."""
 
 
 def numbers(summary: Mapping[str, Any]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from hvd_train.protocol import Field, Fields, Sample
 # The held-out part is a property of the data, not of a run.
 SPLIT_SEED = 20200101
 FEW = 64  # samples inspected for a remark
+Columns = Sequence[str] | Mapping[str, Sequence[str]]  # names of columns, or {name of an array: those of its columns}
 
 
 class Arrays:
@@ -34,8 +35,8 @@ class Arrays:
     for prediction only.
 
     ``num_classes``: the number of classes, or all that is known of them. ``columns``: column names of the last axis of
-    the inputs and of the labels. ``note``: how bytes and integers are interpreted, left out for known ``images``;
-    ``remarks``: further lines for the user.
+    the inputs and of the labels, by their names where each has its own. ``note``: how bytes and integers are
+    interpreted, left out for known ``images``; ``remarks``: further lines for the user.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Arrays:
         notes: Sequence[str] = (),
         images: bool | None = None,
         remarks: Sequence[str] = (),
-        columns: tuple[Sequence[str], Sequence[str]] = ((), ()),
+        columns: tuple[Columns, Columns] = ((), ()),
     ) -> None:
         self.where, self.rows, self.remarks = where, None, tuple(remarks)
         known = num_classes if isinstance(num_classes, Known) else Known(Classes(num_classes))
@@ -284,7 +285,8 @@ def _input_column(
     return column, []
 
 
-def _with_columns(columns: Mapping[str, Column], names: Sequence[str]) -> dict[str, Field]:
+def _with_columns(columns: Mapping[str, Column], names: Columns) -> dict[str, Field]:
     """Return the fields of the columns, with the column ``names`` of their last axis."""
     fields = {name: column.field for name, column in columns.items()}
-    return {name: replace(field, columns=tuple(names)) if names else field for name, field in fields.items()}
+    each = names if isinstance(names, Mapping) else dict.fromkeys(fields, names)
+    return {name: replace(field, columns=tuple(each[name])) if each[name] else field for name, field in fields.items()}

@@ -176,19 +176,24 @@ def _check_several_classes(parts: Mapping[str, Source], config: DataConfig, task
 
 
 def _check_same_fields(parts: Mapping[str, Source], first: str, second: str, where: str) -> None:
-    """Check that two parts have the same fields; the classes that occur may differ."""
-    fields = [
-        {
-            name: replace(field, classes=None, names=(), masked=False)
-            for name, field in (*parts[part].sample.inputs.items(), *parts[part].sample.labels.items())
-        }
-        for part in (first, second)
+    """Check that two parts have the same fields; other classes may occur in them, and one may leave columns unnamed."""
+    samples = [parts[part].sample for part in (first, second)]
+    fields = [{**sample.inputs, **sample.labels} for sample in samples]
+    titles = [TITLES.get(name, name) for name in (first, second)]
+    bare = [
+        {name: replace(field, classes=None, names=(), masked=False, columns=()) for name, field in part.items()}
+        for part in fields
     ]
-    if fields[0] != fields[1]:
+    if bare[0] != bare[1]:
         described = (", ".join(f"{name} {field}" for name, field in part.items()) for part in fields)
-        titles = (TITLES.get(name, name) for name in (first, second))
         what = ", ".join(f"{title} samples of {one}" for title, one in zip(titles, described, strict=True))
         raise DataError(what, where=where, fix="give both the same names, shapes and types")
+    for name, field in fields[0].items():
+        columns = [field.columns, fields[1][name].columns]
+        if all(columns) and columns[0] != columns[1]:
+            each = (f"{title} samples {listing(one)}" for title, one in zip(titles, columns, strict=True))
+            what = f"the columns of {name} are others: {', '.join(each)}"
+            raise DataError(what, where=where, fix="give both the same columns in the same order")
 
 
 def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.World) -> Manifest:

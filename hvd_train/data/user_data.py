@@ -87,11 +87,20 @@ def _source(
     lengths = config.lengths
     if not labelled:
         inputs = _arrays(part[0], "inputs", where, None, lengths)
-        return Arrays(inputs, {}, where, classes, task, images=config.images)
+        return Arrays(inputs, {}, where, classes, task, images=config.images, columns=(_columns(part[0]), ()))
     labels = _arrays(part[1], "labels", where, None, lengths, task.ignore_index)
     first = next(iter(labels.values())) if isinstance(labels, dict) else labels
     inputs = _arrays(part[0], "inputs", where, len(first) if first.shape else None, lengths)
-    return Arrays(inputs, labels, where, classes, task, images=config.images)
+    columns = _columns(part[0]), _columns(part[1])
+    return Arrays(inputs, labels, where, classes, task, images=config.images, columns=columns)
+
+
+def _columns(value: Any) -> Any:
+    """Return the column names of a data frame (pandas), of several by their names; () of other arrays."""
+    if isinstance(value, dict):
+        return {key: _columns(x) for key, x in value.items()}
+    names = tuple(getattr(value, "columns", ())) if hasattr(value, "__array__") else ()
+    return names if all(isinstance(name, str) for name in names) and len({*names}) == len(names) else ()
 
 
 ATTRIBUTES = ("__len__", "fetch", "fingerprint", "num_classes")
@@ -137,7 +146,8 @@ class UserSource:
                 what = f"labels of fetch are words, as '{values.reshape(-1)[0]}'{f' of {name}' * (name != LABEL)}"
                 raise DataError(what, where=where, fix="number the classes 0, 1, ...; data.classes names them")
         classes = classes.with_count(getattr(user_source, "num_classes", None))
-        self._template = Arrays(inputs, labels, where, classes, task, images=images)
+        columns = _columns(fetched[0]), _columns(fetched[1])
+        self._template = Arrays(inputs, labels, where, classes, task, images=images, columns=columns)
         fields, ignore = self._template.sample.labels, task.ignore_index
         labels = {name: replace(field, masked=_may_be_masked(field, ignore)) for name, field in fields.items()}
         self.sample, self.note = replace(self._template.sample, labels=labels), self._template.note

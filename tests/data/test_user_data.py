@@ -8,6 +8,7 @@ import pytest
 
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data.catalog import open_data
+from hvd_train.data.dataset import DataRequest
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field
 from tests.data.files import RNG, config, fault, for_testing, opened, taken
@@ -33,6 +34,61 @@ def test_a_function_may_give_a_test_part():
     part = np.ones((8, 3)), LABELS
     sys.modules["own_pair"] = SimpleNamespace(pair=lambda: (part, part, (part[0][:3], LABELS[:3])))
     assert len(for_testing("own_pair:pair")) == 3
+
+
+class Frame:
+    """What is used of a data frame of pandas."""
+
+    def __init__(self, values, columns):
+        self.values, self.columns = np.asarray(values), columns
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values.astype(dtype or self.values.dtype)
+
+    def __len__(self):
+        return len(self.values)
+
+
+def fetching(part):
+    frame, labels = part
+    return EightSamples(
+        num_classes=2,
+        fingerprint="frames",
+        fetch=lambda rows: (Frame(frame.values[rows], frame.columns), labels[rows]),
+    )
+
+
+class EightSamples(SimpleNamespace):
+    def __len__(self):
+        return 8
+
+
+def test_columns_of_data_frames_are_known_by_their_names():
+    x = np.arange(24, dtype=np.float32).reshape(8, 3)
+    train = Frame(x, ["age", "area", "rooms"]), LABELS
+    turned = Frame(x[:, ::-1], ["rooms", "area", "age"]), LABELS
+    sys.modules["own_frames"] = SimpleNamespace(
+        same=lambda: (train, train),
+        bare=lambda: (train, (x, LABELS)),
+        turned=lambda: (train, turned),
+        named=lambda: (({"a": train[0], "b": x}, LABELS), ({"a": turned[0], "b": x}, LABELS)),
+        other=lambda: (turned, turned),
+        fetched=lambda: (fetching(train), fetching(turned)),
+        unnamed=lambda: ((Frame(x, range(3)), LABELS), (Frame(x, range(3)), LABELS)),
+    )
+    run = opened("own_frames:same").train.sample
+    assert run.inputs["input"].columns == ("age", "area", "rooms")
+    assert opened("own_frames:bare").train.sample == run
+    assert opened("own_frames:unnamed").train.sample.inputs["input"].columns == ()
+    for name in ("turned", "named", "fetched"):
+        line = r"training samples age, area, rooms, validation samples rooms, area, age"
+        with pytest.raises(DataError, match=line):
+            opened(f"own_frames:{name}")
+    # Another call gives them in another order, as for ``eval``: they are matched.
+    request = DataRequest(run, "val")
+    data = open_data(config("own_frames:other"), TaskConfig(), request=request)
+    inputs, _ = data.parts["val"].fetch(np.arange(8))
+    assert (inputs["input"] == x).all()
 
 
 OWN = """

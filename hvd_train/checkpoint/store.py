@@ -405,8 +405,8 @@ def resolve(
     mode: str = "min",
     warn: Callable[[str], None] = _no_warning,
 ) -> Path:
-    """Return a checkpoint's path. ``which``: ``best``, ``last``, a name, or the path of it, of its run or of
-    ``checkpoints``."""
+    """Return a checkpoint's path. ``which``: ``best``, ``last``, its name, or its, its run's or ``checkpoints``'
+    path."""
     folder = run_dir / "checkpoints"
     if which == "best":
         ranked = _ranked(folder, monitor, mode, warn)

@@ -102,8 +102,7 @@ trials = together(
 
 
 def seed_of_draws(draws: int | None, seed: int | None) -> int:
-    """Return the seed of ``--random``. Raises ConfigError for a seed without it, which may be meant for the
-    training."""
+    """Return the seed of ``--random``. Raises ConfigError for a seed alone, which may be the training's."""
     if seed is not None and draws is None:
         fix = f"give --random, or --set seed={seed} for the seed of the training"
         raise ConfigError("is of the draws of --random", where="--seed", fix=fix)

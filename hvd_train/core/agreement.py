@@ -60,8 +60,7 @@ def collectively(communicator: Communicator, work: Callable[[], T]) -> T:
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether ranks of a script compare weights at ``step``: every ``every`` steps (0: never), and at early
-    ones."""
+    """Return whether ranks of a script compare weights at ``step``: regularly (``every`` 0: never), and early."""
     return bool(every) and (step % every == 0 or step in EARLY)
 
 

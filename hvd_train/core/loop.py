@@ -172,8 +172,7 @@ class Trainer(Training):
         return self.progress.consumed >= self.train_size or (self.limited and steps_done >= self.limit)
 
     def _end_epoch(self, rate: float, seconds: float, samples: int, complete: bool) -> None:
-        """Evaluate if due, and call the hooks. ``samples``, ``seconds``: since the start of the epoch, or the resume
-        within it."""
+        """Evaluate if due, and call the hooks. ``samples``, ``seconds``: since the epoch began or was resumed."""
         p, number, task = self.progress, self.progress.epoch, self.frontend.task
         # After a rollback there may be no samples.
         means = task.results(np.array(p.epoch_sums or np.zeros(task.length)))

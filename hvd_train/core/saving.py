@@ -85,8 +85,7 @@ class Saver(Hook):
     # ---- how
 
     def save(self, metrics: Mapping[str, float], keep: bool = False, memory: Path | None = None) -> None:
-        """Begin to write a checkpoint. ``keep``: whatever the configuration says. ``memory``: into this folder, in
-        memory."""
+        """Begin to write a checkpoint. ``keep``: whatever the configuration says. ``memory``: an in-memory folder."""
         training, rule = self._training, self._training.config.checkpoint
         if not (rule.save_last or rule.save_top_k or keep or memory):
             return

@@ -70,8 +70,7 @@ class StopSync(Hook):
         return INCOMPLETE if training.log.incomplete() else training.stop_source.asked or self._late()
 
     def _late(self) -> int:
-        """Return SIGUSR1 if the batch job's remaining time is needed to save (three times the longest save so far),
-        else 0."""
+        """Return SIGUSR1 if the batch job's remaining time is needed to save (3 times the longest save), else 0."""
         source = self._training.stop_source
         needed = LAST_SECONDS + 3 * self._saver.writer.longest
         return int(signal.SIGUSR1) if source.job_end and source.begun and time.time() > source.job_end - needed else 0

@@ -149,8 +149,7 @@ def _write(training: Training, writer: Writer, folder: Path, snapshot: store.Sna
 
 
 def _write_to_memory(training: Training, writer: Writer, folder: Path, snapshot: store.Snapshot) -> bool:
-    """Write an in-memory checkpoint, in a thread of rank 0. If it fails training continues, because there are
-    checkpoints on disk."""
+    """Write an in-memory checkpoint, in a thread of rank 0. A failure does not end the training."""
     rule = training.config.checkpoint
     try:
         store.save(folder, snapshot, writer.moved)

@@ -51,8 +51,7 @@ class WeightFile:
 
 @dataclass
 class Initialization:
-    """The result of matching names. ``loaded``: by keys of the front-end's state, ready to load. Others: {name:
-    why}."""
+    """The result of matching names. ``loaded``: by keys of the front-end's state. Others: {name: why}."""
 
     loaded: Tree = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)

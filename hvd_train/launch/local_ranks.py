@@ -74,8 +74,7 @@ class LocalRanks:
         self.table.signal(signal.SIGKILL)
 
     def end_launcher(self) -> None:
-        """End the launcher or its daemon on this host, and its ssh processes, if it waits for ever for an unreachable
-        host."""
+        """End the launcher (or its daemon here) and its ssh processes if it waits for an unreachable host for ever."""
         if self._launcher is None:
             return
         # Its remaining children are ssh processes. They are collected while it lives, because later they have another

@@ -93,8 +93,7 @@ class Launched:
             look(self.hosts.needed(self.num_proc))
 
     def run(self, words: Sequence[str], config: Config, verbose: bool, once: bool) -> int:
-        """Run ``hvd-train WORDS`` on the ranks. Returns the exit code. ``once``: a restart cannot resume from a
-        checkpoint."""
+        """Run ``hvd-train WORDS`` on the ranks. Returns the exit code. ``once``: no restart from a checkpoint."""
         if self.hosts or once:
             return launch(self.num_proc, self.launcher, words, verbose, hosts=self.hosts)
         most, framework, threads = self.restarts.most, config.framework, config.threads

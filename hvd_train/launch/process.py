@@ -203,8 +203,7 @@ def _watch(
     watchdog: Watchdog | None,
     look: Callable[[StatusTable], None] | None,
 ) -> dict[int, float]:
-    """Wait until the launcher ends, runs out of time after a rank ended, or a rank is stuck. Returns {rank: time of its
-    end}."""
+    """Wait until the launcher ends, is late after a rank ended, or a rank is stuck. Returns {rank: time of its end}."""
     ended: dict[int, float] = {}
     poll, ranks, first = select.poll(), {}, math.inf
     launcher_end, slow = os.pidfd_open(child.pid), launcher.slow_to_end

@@ -46,7 +46,7 @@ def hand_over(name: str, program: list[str]) -> socket.socket | None:
 
 
 def wait(connection: socket.socket) -> int:
-    """Wait for the rank, and return its status (``STATUS``). The rank ends with this process, and this one with its
+    """Wait for the rank, and return its status (``STATUS``). The rank ends with this process, and it with its
     parent."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)

@@ -166,8 +166,7 @@ def submit(text: str) -> str:
 
 
 def follow(job: str) -> int:
-    """Print the job's states and output until it ends. Returns its exit code. Interrupting this does not stop the
-    job."""
+    """Print the job's states and output until it ends. Returns its exit code. Ctrl-C does not stop the job."""
     last, place = "", 0
     while True:
         state, reason, code, output = _state(job)

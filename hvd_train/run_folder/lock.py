@@ -65,8 +65,7 @@ def _job() -> str:
 
 
 def ticks(pid: int) -> int | None:
-    """Return the start time of a process, None if there is none. The bracketed name may hold any character
-    (proc(5))."""
+    """Return the start time of a process, or None. The bracketed name may hold any character (proc(5))."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

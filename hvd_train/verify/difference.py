@@ -81,8 +81,7 @@ def _trees(a: Tree, b: Tree) -> list[Difference]:
 
 
 def rows(a: Runs, b: Runs) -> list[Difference]:
-    """Return rows for loss, learning rate and samples, then for each tensor of the first gradient and the last
-    state."""
+    """Return rows for loss, rate and samples, then for each tensor of the first gradient and the last state."""
     one, two = a.training, b.training
     return [
         Difference("loss", *_step(farthest(one.losses, two.losses))),

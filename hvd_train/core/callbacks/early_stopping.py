@@ -11,8 +11,7 @@ from hvd_train.core.training import Training
 
 
 class EarlyStopping(Hook):
-    """Stops training when the monitored value has not improved for ``patience`` evaluations. The progress holds
-    ``best`` and ``waited``."""
+    """Stops training when the monitored value has not improved for ``patience`` evaluations."""
 
     def __init__(self, rule: EarlyStoppingConfig) -> None:
         self._rule = rule

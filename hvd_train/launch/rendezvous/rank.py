@@ -260,8 +260,7 @@ def rendezvous_of(here: World) -> Rendezvous | None:
 
 
 def current() -> Rendezvous | None:
-    """Return this process's rendezvous. Works after ``join_world`` too, when Horovod's variables look like another
-    launcher's."""
+    """Return this process's rendezvous, also after ``join_world``, which sets another launcher's variables."""
     return _current or rendezvous_of(world())
 
 

@@ -8,6 +8,7 @@ logs, so both come out as those of one process. A plain mean needs nothing for i
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from typing import Any
 
@@ -20,7 +21,7 @@ from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator
 
 TOGETHER = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)  # these compare samples of a batch
-SAMPLES = 8  # of a batch, by which losses are classified
+SAMPLES = 64  # of a batch, by which losses are classified
 KINDS = ("unknown", "mean", "sum", "neither")  # from the least certain on
 
 
@@ -50,9 +51,7 @@ class DistributedLoss:
         masked = not opaque and (_mask(y_pred) is not None or _mask(values) is not None)
         by_weight = self.loss.reduction == "mean_with_sample_weight"
         if self.probing:
-            self.kind = (
-                "mean" if masked else kind_over_samples(self.loss, y_true, y_pred, None if by_weight else sample_weight)
-            )
+            self.kind = self._kind(masked, y_true, y_pred, None if by_weight else sample_weight)
         summed = self.kind == "sum" if opaque else self.loss.reduction == "sum"
         weights = sample_weight if by_weight else None
         if not summed and (opaque or weights is None and not masked):
@@ -65,6 +64,17 @@ class DistributedLoss:
         if not summed:
             self._warn()
         return self._reduction.window.loss(value, weight)
+
+    def _kind(self, masked: bool, *batch: Any) -> str:
+        if not masked:
+            return kind_over_samples(self.loss, *batch)
+        # A mean over unmasked places, whose number differs: what it is the mean of must add up over samples.
+        reduction, self.loss.reduction = self.loss.reduction, "sum"
+        try:
+            kind = kind_over_samples(self.loss, *batch)
+        finally:
+            self.loss.reduction = reduction
+        return {"sum": "mean", "unknown": "unknown"}.get(kind, "neither")
 
     def _warn(self) -> None:
         """Warn where ranks score batches that are not parts of global ones."""
@@ -221,8 +231,8 @@ def kind_over_samples(loss: Any, *batch: Any) -> str:
         return "neither"
     # On PyTorch Keras 3.15 takes some losses in 32 bits, whatever their type is afterwards.
     bound = (1e-2 if "16" in keras.backend.standardize_dtype(whole.dtype) else 1e-5) * (abs(first) + abs(last))
-    if not abs(both) + abs(first) + abs(last) > 0:
-        return "unknown"
+    if not math.isfinite(both) or both == first == last == 0:
+        return "unknown"  # where a part alone is no number, as a mean over none of its samples, it is neither
     if abs(both - (at * first + (count - at) * last) / count) <= bound:
         return "mean"
     return "sum" if abs(both - first - last) <= bound else "neither"

@@ -34,8 +34,9 @@ class BatchMean:
         metric, function = self.metric, self.metric._fn
         values = function(y_true, y_pred, **metric._fn_kwargs)
         weighted = sample_weight is not None or getattr(y_pred, "_keras_mask", None) is not None
-        if self.probing and not tuple(values.shape):
-            self.kind = kind_over_samples(lambda *batch: function(*batch, **metric._fn_kwargs), y_true, y_pred)
+        if self.probing:
+            mean = keras.ops.mean  # also of what is thought to be one value a sample
+            self.kind = kind_over_samples(lambda *batch: mean(function(*batch, **metric._fn_kwargs)), y_true, y_pred)
         if tuple(values.shape) or weighted:
             metric._fn = lambda *args, **kwargs: values  # not computed twice
             try:
@@ -105,7 +106,7 @@ def functions(model: Any) -> list[Any]:
 
 
 def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
-    """Warn on rank 0 of functions that give a number for a batch which is not a mean over its samples.
+    """Warn on rank 0 of functions whose mean over what they give for a batch is not a mean over its samples.
 
     On all ranks together. ``batch``: labels, predictions and weights of a few samples.
     """
@@ -127,7 +128,7 @@ def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
     for each, kinds in zip(means, zip(*everyone, strict=True), strict=True):
         each.kind = max(kinds, key=KINDS.index)
         if each.kind in ("sum", "neither") and communicator.rank == 0:
-            what = f"the metric {each.metric.name} gives one number for a batch, which is not a mean over its samples"
+            what = f"the metric {each.metric.name} is not a mean over the samples of a batch"
             warnings.warn(f"{what}: each rank takes it over its own part of a batch ({FIX})", stacklevel=2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import keras
@@ -33,15 +34,9 @@ class ModelState:
         unique = {id(v): v for v in [*self._model.variables, *slots, *buffers_of(self._model)]}
         for key in (key for update in self.sharded for key in update.slots):
             unique.pop(key, None)  # each rank has another piece
-        variables = unique.values()
-        arrays = [to_numpy(v) for v in variables]
-        head = {"epoch": self._model._initial_epoch}
-        head, parts = broadcast_parts(
-            self._world, head, [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
-        )
+        head, arrays = self._of_rank_0(unique.values(), {"epoch": self._model._initial_epoch})
         self._model._initial_epoch = head["epoch"]
-        for v, local, part in zip(variables, arrays, parts, strict=True):
-            array = np.frombuffer(part, local.dtype).reshape(local.shape).copy()
+        for v, array in zip(unique.values(), arrays, strict=True):
             if v.path.endswith(SEED):
                 # The golden ratio of 2^32: seeds of neighbouring ranks lie far apart.
                 seed = (int(array[0]) + self._world.rank * 0x9E3779B9) % (1 << 32)
@@ -62,7 +57,10 @@ class ModelState:
         self._model.test_function = self._model.predict_function = None  # which Keras makes when it is asked
 
     def average_statistics(self) -> None:
-        """Average running means and variances, which each rank gathers from its local samples."""
+        """Average running means and variances, which each rank gathers from its local samples.
+
+        Of whole numbers and truth values, which have no such mean, all ranks take rank 0's.
+        """
         gathered = [*self._model.non_trainable_variables, *buffers_of(self._model)]
         # Generators of dropout layers are among these variables; they are to differ.
         local = {str(k): v for k, v in enumerate(gathered) if not v.path.endswith(SEED)}
@@ -70,6 +68,18 @@ class ModelState:
         apart = {name: to_numpy(local[name]) for name in differing(arrays, self._world)}
         for name, value in mean(apart, self._world, self._ops).items():
             local[name].assign(value)
+        if rest := [v for v in local.values() if "float" not in v.dtype]:
+            for v, value in zip(rest, self._of_rank_0(rest)[1], strict=True):
+                v.assign(value)
+
+    def _of_rank_0(self, variables: Collection[Any], head: Any = None) -> tuple[Any, list[np.ndarray]]:
+        """Return rank 0's ``head``, a value of JSON, and its values of ``variables``; on all ranks together."""
+        local = [to_numpy(v) for v in variables]
+        head, parts = broadcast_parts(
+            self._world, head, [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in local]
+        )
+        arrays = [np.frombuffer(x, a.dtype).reshape(a.shape).copy() for x, a in zip(parts, local, strict=True)]
+        return head, arrays
 
 
 class Buffer:

@@ -193,6 +193,10 @@ class Reducer:
             elif gradient.is_sparse:
                 fix = "make its layer with sparse=False"
                 raise ConfigError("its gradient is sparse", where=self._name(i), fix=fix, common=True)
+            elif gradient.dtype is not view.dtype or gradient.device != view.device:
+                what = f"it is {gradient.dtype} on {gradient.device} now, and was {view.dtype} on {view.device}"
+                fix = "call model.to(...), model.double() and the like before ht.distribute"
+                raise ConfigError(what, where=self._name(i), fix=fix, common=True)
             else:
                 torch.mul(gradient, again.get(i, factor), out=view)
                 if gradient is not view:

@@ -244,17 +244,20 @@ def test_weights_that_are_not_trained(results, size, launcher, backend):
     for rank in results(size, launcher, backend)["frozen"]:
         assert rank["same"]
         np.testing.assert_allclose(rank["weights/1"], [1 + 1.5 * (size - 1), 1], rtol=1e-12)
+        assert rank["seen"] == 5  # rank 0's
 
 
 def test_a_loss_that_cannot_be_joined_is_named(results):
     for backend in ("tensorflow", "torch"):
         first, second = results(2, "mpirun", backend)["own_losses"]
-        for name in ("own_root", "own_pairs"):
+        for name in ("own_root", "own_pairs", "own_known", "own_ones", "circle"):
             (line,) = first[f"own/{name}"]
             assert line.startswith(f"the loss {name} is neither a mean nor a sum over samples")
         assert not any(rank[f"own/{name}"].size for rank in (first, second) for name in ("own_mean", "own_sum"))
         (line,) = first["own/correlation"]
         assert line.startswith("the metric pearson_correlation with axis=0") and not second["own/correlation"].size
+        (line,) = first["own/metrics"]
+        assert line.startswith("the metric recall_of_classes is not a mean over the samples of a batch")
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])

@@ -274,6 +274,7 @@ ERRORS = {
     "step alone": "ConfigError: the gradients of the last backward.* were not reduced; SGD.step.*ht.no_sync",
     "added": "ConfigError: a parameter of shape .3,. came to the model after ht.distribute",
     "sparse": "ConfigError: its gradient is sparse; weight; make its layer with sparse=False",
+    "converted": "ConfigError: it is torch.float64 on cpu now, and was torch.float32 on cpu; .*call model.to",
     "counted": "ConfigError: 0: scale_grad_by_freq would count the words of each rank's batch alone; ht.distribute",
     "shortened": "ConfigError: 0: max_norm would change the vectors of each rank's words on that rank alone; ht.dis",
     "no_sync": "ConfigError: this model is not distributed; ht.no_sync",

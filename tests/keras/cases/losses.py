@@ -74,11 +74,32 @@ def own_pairs(y, predicted):
     return keras.ops.logsumexp(predicted @ keras.ops.transpose(predicted), -1) / 100
 
 
+def own_known(y, predicted):
+    """The mean over labels other than 9, which a few samples may not show."""
+    known = keras.ops.cast(keras.ops.reshape(y, (-1,)) < 9, "float64")
+    return keras.ops.sum(known * cross_entropy(reduction=None)(y, predicted)) / keras.ops.maximum(
+        keras.ops.sum(known), 1
+    )
+
+
+def own_ones(y, predicted):
+    """The mean over labels of 1, of which a part of a batch may have none: not a number."""
+    one = keras.ops.cast(keras.ops.reshape(y, (-1,)) == 1, "float64")
+    return keras.ops.sum(one * cross_entropy(reduction=None)(y, predicted)) / keras.ops.sum(one)
+
+
+def recall_of_classes(y, predicted):
+    """(classes,), each with its own count of samples."""
+    labels = keras.ops.one_hot(keras.ops.cast(keras.ops.reshape(y, (-1,)), "int32"), 10)
+    hits = keras.ops.sum(labels * keras.ops.one_hot(keras.ops.argmax(predicted, -1), 10), 0)
+    return hits / keras.ops.maximum(keras.ops.sum(labels, 0), 1)
+
+
 def own_losses():
     """Functions that give one number for a batch: a mean, a sum, and what is neither, which is told, as are losses that
     compare the samples of a batch."""
     results = {}
-    for loss in (own_mean, own_sum, own_root, own_pairs):
+    for loss in (own_mean, own_sum, own_root, own_pairs, own_known, own_ones, keras.losses.Circle(name="circle")):
         keras.utils.set_random_seed(3)
         model = network()
         model.compile(SGD(0.02), loss)
@@ -87,10 +108,11 @@ def own_losses():
             warnings.simplefilter("always")
             history = fit(model, *digits(), epochs=1)
         messages = [str(w.message) for w in caught if "over samples" in str(w.message)]
-        results[f"own/{loss.__name__}"] = np.array(messages)
+        results[f"own/{getattr(loss, '__name__', 'circle')}"] = np.array(messages)
         if loss in (own_mean, own_sum):
             results |= {f"{loss.__name__}/{k}": v for k, v in trained(model, history).items()}
     results["own/correlation"] = np.array(told_correlation())
+    results["own/metrics"] = np.array(told_metrics())
     return results | {f"batches/{k}": v for k, v in own_batches().items()}
 
 
@@ -104,6 +126,21 @@ def told_correlation():
         x, y = digits()
         fit(model, x, keras.utils.to_categorical(y, 10), epochs=1)
     return [str(w.message) for w in caught if "axis=0" in str(w.message)]
+
+
+def told_metrics():
+    """The warnings of functions as metrics that give several numbers: one a class, or one a sample."""
+
+    def error(y, predicted):
+        return cross_entropy(reduction=None)(y, predicted)
+
+    model = network()
+    model.compile(SGD(0.02), cross_entropy(), metrics=[recall_of_classes, error])
+    hk.distribute(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, *digits(), epochs=1)
+    return [str(w.message) for w in caught if "the metric" in str(w.message)]
 
 
 def own_batches():

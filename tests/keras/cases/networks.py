@@ -237,11 +237,13 @@ def statistics_of_a_loop():
 
 
 class Fixed(keras.layers.Layer):
-    """Weights that are not trained: ``fixed``, whose sum over the ranks is no number of 32 bits, and ``local``."""
+    """Weights that are not trained: ``fixed``, whose sum over the ranks is no number of 32 bits, ``local``, and
+    ``seen``, a whole number."""
 
     def build(self, shape):
         self.fixed = self.add_weight(shape=(99,), dtype="float32", trainable=False)
         self.local = self.add_weight(shape=(2,), initializer="ones", trainable=False)
+        self.seen = self.add_weight(shape=(), initializer="zeros", dtype="int64", trainable=False)
         limit = np.finfo("float32").max
         self.fixed.assign(np.append(np.random.default_rng(0).normal(size=97), [-limit, limit]).astype("float32"))
 
@@ -257,8 +259,10 @@ def frozen():
     before = keras.ops.convert_to_numpy(fixed).copy()
     fit(model, *digits(), epochs=1)
     local.assign_add([3.0 * hk.rank(), 0.0])
+    model.layers[0].seen.assign_add(5 + hk.rank())
     model.predict(digits()[0], verbose=0)
-    return trained(model) | {"same": np.array_equal(keras.ops.convert_to_numpy(fixed), before)}
+    seen = keras.ops.convert_to_numpy(model.layers[0].seen)
+    return trained(model) | {"same": np.array_equal(keras.ops.convert_to_numpy(fixed), before), "seen": seen}
 
 
 def fine_tuning():

@@ -53,6 +53,11 @@ def errors(folder: Path):
         ht.distribute(model)
         model(torch.arange(3)).sum().backward()
 
+    def converted():
+        model = mlp().float()
+        ht.distribute(model)
+        model.double()(torch.ones(3, 64, dtype=torch.float64)).sum().backward()
+
     def counted():
         ht.distribute(nn.Sequential(nn.Embedding(10, 4, scale_grad_by_freq=True)))
 
@@ -244,6 +249,7 @@ def errors(folder: Path):
             "step alone": step_alone,
             "added": added,
             "sparse": sparse,
+            "converted": converted,
             "counted": counted,
             "shortened": shortened,
             "no_sync": lambda: ht.no_sync(mlp()).__enter__(),

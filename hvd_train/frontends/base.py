@@ -1,4 +1,4 @@
-"""The part of a front-end that knows no framework: weights and running statistics, their averages and checksums."""
+"""What all front-ends share: weights and running statistics, their averages and checksums."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hvd_train.task.task import Task
 
 
 def started_at_once(start: Callable[..., Any], finish: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
-    """Return what ``Parameters.in_background`` does, where a transfer that is started blocks nobody."""
+    """Implement ``Parameters.in_background`` for a framework whose transfers start without blocking."""
     return lambda *tensors: partial(finish, start(*tensors))
 
 
@@ -38,7 +38,7 @@ def checksum(x: np.ndarray) -> int:
     """Add up an array's memory as 64-bit words, mod 2^64: any one changed bit changes the sum."""
     memory = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     whole = len(memory) // 8 * 8
-    # Whole words first, then the up to seven bytes that are left.
+    # Whole words first, then the remaining bytes, at most seven.
     words = int(memory[:whole].view(np.uint64).sum(dtype=np.uint64))
     return (words + int.from_bytes(memory[whole:].tobytes(), "little")) % 2**64
 
@@ -52,15 +52,15 @@ class StateTree(NamedArrays):
     _sample: Sample
     queued: Sequence[Any] = ()
     axes = ""
-    whole: Tree = {}  # of a model in stages
+    whole: Tree = {}  # of a model split into pipeline stages
     frozen: Collection[str] = ()  # canonical names
     fixed: Collection[str] = ()
     _trainable: Mapping[str, Any]  # by native names
 
     def freeze(self, names: Collection[str], fixed: Collection[str] = ()) -> None:
-        """Leave the trainable tensors of these canonical names as they are from the next ``connect`` on.
+        """Exclude the trainable tensors of these canonical names from updates, from the next ``connect`` on.
 
-        ``specs`` has the others. A later call takes the place of an earlier one. ``fixed``: those of them whose batch
+        ``specs`` lists the others. A later call replaces an earlier one. ``fixed``: the frozen tensors whose batch
         normalization uses its running statistics.
         """
         self.frozen, self.fixed = frozenset(names), frozenset(fixed)
@@ -72,7 +72,7 @@ class StateTree(NamedArrays):
     def aliases(self, canonical: bool) -> dict[str, tuple[str, Layout | None]]:
         """Return {name in a file: (key of ``state``, layout of the file's axes; None: canonical)}.
 
-        ``canonical``: the file has names and axes of checkpoints, else those of the framework, with dots for slashes.
+        ``canonical``: names and axes are those of checkpoints, else the framework's, with dots for slashes.
         """
         known: dict[str, tuple[str, Layout | None]] = {}
         for key in self._keys():
@@ -85,23 +85,23 @@ class StateTree(NamedArrays):
     def names_here(
         self, path: Path | None, names: Collection[str], given: Callable[[str], bool], where: str
     ) -> dict[str, str]:
-        """Most frameworks name weights by the model alone."""
+        """Return {}: in most frameworks names depend on the model alone."""
         return {}
 
     @property
     def _moved(self) -> dict[str, Any]:
-        """Trainable tensors by native names, without those that are frozen."""
+        """The trainable tensors that are not frozen, by native name."""
         return {name: x for name, x in self._trainable.items() if self.layouts[name].name not in self.frozen}
 
     def run_queued(self) -> None:
-        """Run queued steps; most front-ends queue none."""
+        """Run queued steps. Most front-ends queue none."""
         return
 
     def host_memory(self) -> HostMemory | None:
         return None
 
     def retrace(self) -> None:
-        """Most front-ends trace no step."""
+        """Do nothing: most front-ends trace no step."""
         return
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ class StateTree(NamedArrays):
         return self.ops.to_numpy(self.task.counts(*self._place_labels(batch)))
 
     def _label_fields(self, batch: Batch) -> dict[str, Field]:
-        """Return the fields of a batch's labels; those of mixed samples have two more."""
+        """Return the fields of a batch's labels; labels of mixed samples have two more."""
         fields = dict(self._sample.labels)
         if SHARE in batch.labels:
             (label,) = fields.values()
@@ -133,7 +133,7 @@ class StateTree(NamedArrays):
         return fields
 
     def _probe_task(self, sample: Sample) -> None:
-        """Show the task the model's outputs for two samples of zeros, for functions of the user."""
+        """Run the task on the model's outputs for two samples of zeros, to check the user's functions."""
         if self.task.has_user_functions:
             inputs, labels, weights = self.to_device(made_up(sample))
             self.task.probe(self._eval_outputs(inputs), labels, weights)
@@ -144,15 +144,15 @@ class StateTree(NamedArrays):
 
     @abstractmethod
     def _place_labels(self, batch: Batch) -> tuple[Mapping[str, Any], Any]:
-        """Return (labels, weights) of a batch on the device."""
+        """Move the labels and weights of a batch to the device; return (labels, weights)."""
 
     @abstractmethod
     def _eval_outputs(self, inputs: Any) -> Any:
-        """Return the outputs of the model in evaluation, as tensors."""
+        """Return the model's outputs in evaluation mode, as tensors."""
 
     def _scales(self, scale: Scale) -> list[float]:
-        """Return a scale for each loss; that of a sample is the last one, or the same as theirs."""
-        # Not by np.broadcast_to, which takes 6 us of each step.
+        """Return one scale for each loss. The last one is for losses per sample; it may equal the others."""
+        # np.broadcast_to would take 6 us of each step.
         if isinstance(scale, float | int):
             return [float(scale)] * len(self.task.objectives)
         return [float(x) for x in scale]
@@ -163,7 +163,7 @@ class StateTree(NamedArrays):
     def compression_error(self, placed: Any, scale: Scale, seed: int) -> Any:
         """Return the figures of ``update/error_meter.py`` for this batch's gradient.
 
-        Running statistics stay as they were.
+        Running statistics do not change.
         """
         kept = self.running_statistics()
         figures = self._measure_error(placed, scale, seed)
@@ -193,7 +193,7 @@ class StateTree(NamedArrays):
         return next(layout for layout in self.layouts.values() if layout.name == name)
 
     def _native(self, stored: np.ndarray) -> np.ndarray:
-        """Return an array that lies as ``specs`` says in the axes of the framework; most have these already."""
+        """Convert an array from the axis order of ``specs`` to the framework's; in most frameworks they are equal."""
         return stored
 
     def _from_native(self, native: np.ndarray) -> np.ndarray:
@@ -204,7 +204,7 @@ class StateTree(NamedArrays):
 
     @abstractmethod
     def _weights(self) -> Iterable[tuple[str, np.ndarray]]:
-        """Yield (native name, trainable weight as it lies in memory), not copied where that can be helped."""
+        """Yield (native name, trainable weight in memory order), without a copy where possible."""
 
     def _first_weights(self, names: Iterable[str], seed: int) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (native name, first weight in the framework's axis order)."""
@@ -218,13 +218,13 @@ class StateTree(NamedArrays):
 
     def average_statistics(self) -> None:
         """Make running statistics equal on all ranks."""
-        # They are the only part of a model that each rank gathers from its samples alone.
+        # Nothing else in a model comes from the samples of one rank alone.
         self._average([key for key in self._keys() if key.startswith("statistics/")])
 
     def _average(self, keys: Collection[str]) -> None:
         data = self.groups.data
         if data.size > 1:
-            # What is equal on all ranks does not travel, and keeps its bits.
+            # What is already equal on all ranks is not exchanged, and keeps its bits.
             apart = differing(self._views(keys), data)
             if apart:
                 self._assign(mean(self._arrays(apart), data, self.ops))

@@ -1,4 +1,4 @@
-"""The device of a rank, and whether its gradients travel during the backward pass."""
+"""Choose the device of a rank, and whether gradients are exchanged during the backward pass."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from hvd_train.protocol import Communicator
 
 
 def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads: int) -> bool:
-    """Return whether exchanges run during backward.
+    """Return whether exchanges run during the backward pass.
 
-    ``auto``: where the thread that carries them has a core to itself, or waits for a network most of its time. On
-    filled cores of one host it would take the time from the computing thread.
+    ``auto``: if the communication thread has a core to itself, or mostly waits for a network. When all cores of one
+    host
+    are busy, it would slow down the computing thread.
     """
     if communicator.size == 1:
         return False
     if isinstance(wanted, bool):
         return wanted
-    # A rank that is not bound shares all cores, one that is bound to a socket those of the socket.
+    # An unbound rank shares all cores; a rank bound to a socket shares the socket's cores.
     cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // communicator.local_size)
     return gpu or communicator.local_size < communicator.size or cores > threads
 
 
 def gpu_of(config: FrontEndConfig, communicator: Communicator, visible: int, framework: str) -> int | None:
-    """Return the GPU of this rank among the ``visible`` ones; None: it computes on the CPU.
+    """Return the GPU of this rank among the ``visible`` ones, or None for the CPU.
 
-    Raises ConfigError where ``device: cuda`` finds none.
+    Raises ConfigError if ``device: cuda`` finds no GPU.
     """
     if config.device == "cpu" or (config.device == "auto" and not visible):
         return None
@@ -39,17 +40,18 @@ def gpu_of(config: FrontEndConfig, communicator: Communicator, visible: int, fra
 
 
 def gpus_of(config: FrontEndConfig, communicator: Communicator, visible: int, framework: str) -> list[int]:
-    """Return the GPUs of this rank, ``parallel.devices_per_rank`` of them; none: it computes on the CPU.
+    """Return the ``parallel.devices_per_rank`` GPUs of this rank, or [] for the CPU.
 
-    Local rank r takes numbers k r to k r + k - 1 of the visible ones, or of ``devices``. Raises ConfigError where
-    the host has too few.
+    Local rank r takes GPUs k r to k r + k - 1 of the visible ones, or of ``devices``. Raises ConfigError if the host
+    has
+    too few.
     """
     count, local = config.parallel.devices_per_rank, communicator.local_size
     if count == 1 or not visible or config.device == "cpu":
         index = gpu_of(config, communicator, visible, framework)
         return [] if index is None else [index]
     choice = list(range(visible)) if config.devices is None else config.devices
-    # With --gpus-per-task Slurm shows each rank its GPUs alone.
+    # With --gpus-per-task, Slurm shows each rank only its own GPUs.
     alone = config.devices is None and "SLURM_GPUS_PER_TASK" in os.environ and visible < count * local
     first = 0 if alone else count * communicator.local_rank
     indices = choice[first : first + count]
@@ -64,7 +66,7 @@ def gpus_of(config: FrontEndConfig, communicator: Communicator, visible: int, fr
 
 def gpu_index(visible: int, local_rank: int, devices: Sequence[int] | None) -> int:
     """Return the index of this rank's GPU: its local rank among the visible ones, or among ``devices``."""
-    # With --gpus-per-task Slurm shows each rank one GPU, which every rank calls 0.
+    # With --gpus-per-task, Slurm shows each rank one GPU, numbered 0 on every rank.
     if devices is None and visible == 1 and "SLURM_GPUS_PER_TASK" in os.environ:
         return 0
     choice = list(devices) if devices is not None else list(range(visible))

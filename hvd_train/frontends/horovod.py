@@ -1,4 +1,4 @@
-"""Horovod's life cycle and failures, and the verbs that are the same for every framework."""
+"""Horovod's life cycle and failures, and the collectives that are the same for every framework."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from hvd_train.protocol import Handle, Tensor
 def guarded(transfer: Callable) -> Callable:
     """Make a failed transfer raise the communicator's ``failure``.
 
-    No ``except RuntimeError`` of a script takes that for an error of the script. A script that catches it all the same
-    is ended by its next transfer.
+    ``failure`` is no RuntimeError, so that a script's ``except RuntimeError`` does not catch it. If a script catches it
+    anyway, the next transfer ends the process.
     """
 
     @functools.wraps(transfer)
@@ -65,10 +65,10 @@ def guarded(transfer: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class RankParts:
-    """A reduce-scatter under way: ``ranks`` parts of ``length`` entries travel to the rank that adds them.
+    """A reduce-scatter in flight: ``ranks`` parts of ``length`` entries travel to the rank that adds them.
 
-    Horovod's own reduce-scatter adds in an order that depends on transport and world size. Over Gloo its halving and
-    doubling may also overwrite a buffer that is still being sent (pytorch/gloo issue 303).
+    The order in which Horovod's own reduce-scatter adds depends on transport and world size. Over Gloo its
+    halving-doubling may also overwrite a buffer that is still being sent (pytorch/gloo issue 303).
     """
 
     transfer: Handle
@@ -78,7 +78,7 @@ class RankParts:
     def add(self, received: Tensor) -> Tensor:
         """Add the parts in rank order; ``received``: (ranks * length,)."""
         first, *others = (received[rank * self.length : (rank + 1) * self.length] for rank in range(self.ranks))
-        # The first sum is new, for a part of ``received`` would keep the memory of all of it.
+        # The first sum is a new tensor: a slice of ``received`` would keep all of its memory alive.
         total = first + others[0] if others else first
         for part in others[1:]:
             total += part
@@ -86,25 +86,25 @@ class RankParts:
 
 
 class HorovodCommunicator(ABC):
-    """Horovod's life cycle and bytes; a subclass adds the tensor verbs of its framework, each one ``guarded``."""
+    """Horovod's life cycle and byte transfers. A subclass adds its framework's tensor collectives, each ``guarded``."""
 
     rank = local_rank = 0
     size = local_size = 1
     mpi = False
-    # mpi4py's communicator of some of the ranks, where not all of them are meant.
+    # mpi4py's communicator, if this one covers only some of the ranks.
     part: Any = None
-    stages = 1  # of a pipeline: ranks of one stage are every ``stages``-th
+    stages = 1  # of a pipeline; the ranks of one stage are ``stages`` apart
     module: str
     waited = 0.0
-    # A context in which a script's rank waits for others; see launch/status.py.
+    # A context in which a script's rank waits for other ranks; see launch/status.py.
     slot: Any = None
-    left: Callable[[], Sequence[int]] = staticmethod(list)  # ranks of a script that have ended by themselves
+    left: Callable[[], Sequence[int]] = staticmethod(list)  # ranks of a script that have already ended
     _failure: TrainError | None = None
 
     def __init__(self, expected_size: int) -> None:
         self._expected = expected_size
-        self._ranks: Sequence[int] = ()  # of the world, where these are some of them
-        self._within: dict[str, Any] = {}  # what says so to Horovod
+        self._ranks: Sequence[int] = ()  # numbers in the world, if this communicator has only some of the ranks
+        self._within: dict[str, Any] = {}  # arguments that select these ranks in Horovod
         self._sets: list[Any] = []
 
     def open(self) -> None:
@@ -115,9 +115,9 @@ class HorovodCommunicator(ABC):
         wait_for_ranks(here := world())
         rendezvous.join_world(here)
         try:
-            # Ranks that mpi4py has divided (a sweep) are a world each.
+            # In a sweep, mpi4py has split the ranks into worlds of their own.
             self.hvd.init(*([self.part] if self.part else []), **self._stage_sets())
-        except ValueError as error:  # Horovod has printed why
+        except ValueError as error:  # Horovod has printed the reason
             fix = "see the lines above; a rank may have ended, or a network does not reach the others"
             raise CommunicationError("Horovod cannot connect the ranks", fix=fix) from error
         self.rank, self.size = self.hvd.rank(), self.hvd.size()
@@ -126,7 +126,7 @@ class HorovodCommunicator(ABC):
         if self.rank == 0:
             announce_met()
         if self.size != self._expected:
-            # Without this, each process would train alone and nobody would notice.
+            # Without this check, each process would silently train alone.
             launcher = named(here.launcher)
             names, other = launcher.place_variables[:2], launcher.other_library
             raise CommunicationError(
@@ -137,7 +137,7 @@ class HorovodCommunicator(ABC):
             )
 
     def _stage_sets(self) -> dict[str, Any]:
-        """Make a Horovod process set of the ranks of each stage, where there are several stages of several ranks."""
+        """Make a Horovod process set for the ranks of each stage, if there are several stages of several ranks."""
         if 1 < self.stages < self._expected:
             stages = range(self.stages)
             self._sets = [self.hvd.ProcessSet([*range(stage, self._expected, self.stages)]) for stage in stages]
@@ -156,7 +156,7 @@ class HorovodCommunicator(ABC):
         self.hvd.shutdown()
 
     def failure(self, error: BaseException | None = None) -> TrainError | None:
-        # Ours (see scripts/horovod-*.patch): an operation inside a graph fails where nobody of us sees it.
+        # Added by our patch (scripts/horovod-*.patch): we cannot see an operation fail inside a graph.
         library = self.hvd.mpi_ops._basics.MPI_LIB_CTYPES
         unseen = getattr(library, "horovod_failed", None)
         if self._failure is None and (_ended_transfers(error) or (unseen and unseen())):
@@ -186,7 +186,7 @@ class HorovodCommunicator(ABC):
         length = self._broadcast(np.frombuffer(struct.pack("<q", len(data)), np.uint8).copy(), number, "bytes.length")
         (count,) = struct.unpack("<q", length.tobytes())
         parts = []
-        # Horovod and we hold copies of what travels: of a piece, not of all.
+        # Horovod and we both hold copies, so send in pieces.
         for start in range(0, count, PIECE_BYTES):
             size = min(PIECE_BYTES, count - start)
             piece = np.frombuffer(data, np.uint8, size, start).copy() if self.rank == root else np.zeros(size, np.uint8)
@@ -196,7 +196,7 @@ class HorovodCommunicator(ABC):
         return data if self.rank == root else b"".join(parts)
 
     def allgather_bytes(self, data: bytes, name: str = "bytes") -> list[bytes]:
-        # Each part carries its length, as Horovod only joins what the ranks give.
+        # Prefix each part with its length: Horovod only concatenates.
         framed = np.frombuffer(struct.pack("<q", len(data)) + data, np.uint8).copy()
         joined, parts = self._allgather(framed, f"{name}.gather").tobytes(), []
         while joined:
@@ -206,11 +206,11 @@ class HorovodCommunicator(ABC):
         return parts
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        # Lengths first: every rank must know in how many pieces the longest travels.
+        # Exchange lengths first: every rank must know the number of pieces of the longest part.
         counts = self.allgather_bytes(struct.pack("<q", len(data)), "lengths")
         lengths = [struct.unpack("<q", count)[0] for count in counts]
         parts: list[list[bytes]] = [[] for _ in lengths]
-        step = -(-PIECE_BYTES // self.size)  # rank 0 gets a piece of every rank at once
+        step = -(-PIECE_BYTES // self.size)  # rank 0 receives a piece from every rank at once
         for start in range(0, max(lengths), step):
             piece = np.frombuffer(data[start : start + step], np.uint8).copy()
             received = self._alltoall(piece, [len(piece), *[0] * (self.size - 1)], "bytes.gathered")
@@ -237,7 +237,7 @@ class HorovodCommunicator(ABC):
         self.allgather_bytes(b"", "barrier")
 
     def traffic(self) -> Traffic:
-        """Make a counter for the tensors of this framework."""
+        """Make a counter of bytes for this framework's tensors."""
         return Traffic()
 
     def window(self, entries: int, dtype: str) -> MpiWindow:
@@ -245,8 +245,8 @@ class HorovodCommunicator(ABC):
 
 
 def _ended_transfers(error: BaseException | None) -> bool:
-    """Return whether the error means that Horovod's transfers have ended."""
-    # horovod.torch has an error class; TensorFlow's errors have the operation's name in their text.
+    """Return whether the error means that Horovod has shut down its transfers."""
+    # horovod.torch has an error class; TensorFlow's errors name the operation in their text.
     kind = type(error).__name__
     graph = kind in ("UnknownError", "FailedPreconditionError", "InvalidArgumentError") and "Horovod" in str(error)
     return kind == "HorovodInternalError" or graph

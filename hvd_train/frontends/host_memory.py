@@ -1,8 +1,8 @@
-"""Memory that the ranks of a host share: gradients do not travel between them, and the weights lie there once.
+"""Shared memory between the ranks of a host: gradients are not copied over sockets, and the weights exist once.
 
-Each rank has a region (memfd, so no file is left whoever is killed) that the others can read, and a socket to each of
-them. Messages over the sockets say which part of a region may be read. A message is a system call, so what was written
-before it is seen by whoever has received it. If a rank is killed, its sockets end, and the others raise.
+Each rank has a region that the others can read, and a socket to each of them. The region is a memfd, so a killed rank
+leaves no file. Messages over the sockets say which part of a region may be read. A message is a system call, so its
+receiver sees all that was written before it. If a rank is killed, its sockets close, and the others raise.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from hvd_train.errors import SOME_RANK, LostRankError
 from hvd_train.launch.status import host_key
 from hvd_train.protocol import Communicator, Tensor
 
-# 0: ranks of one host exchange as those of several do. K > 1: each K ranks that follow one another are a host.
+# 0: no shared memory. K > 1: each K consecutive ranks count as one host.
 VARIABLE = "HVD_TRAIN_HOST_MEMORY"
-# Of a model whose changes would be made once by each rank.
+# For a model that changes weights in its forward pass: each rank would repeat the change.
 CHANGES = "the model changes its own weights, which ranks of one host share"
 APART = f"set {VARIABLE}=0 in the environment"
 CONNECT_SECONDS = 30.0
-ALIGN = 64  # bytes; where each array begins
+ALIGN = 64  # bytes; each array begins at a multiple
 MESSAGE = struct.Struct("<I")
 CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: pid, user, group
 
-Pieces = Sequence[tuple[int, int]]  # (first entry, the one behind the last) of each, without those of other ranks
-# (memory, dtype of this tensor, entries, first byte) -> a flat tensor that lies there.
+Pieces = Sequence[tuple[int, int]]  # (first entry, end) of each, without those of other ranks
+# (memory, dtype of this tensor, entries, first byte) -> a flat tensor in that memory.
 View = Callable[[mmap.mmap, Any, int, int], Tensor]
 
 
 class HostMemory:
-    """Regions of all ranks of a host, and the messages between these ranks. All of them must call the same.
+    """Memory regions of all ranks of a host, and messages between these ranks. All ranks must make the same calls.
 
-    ``hosts``: the ranks of each host, in order; ``rank`` is the place of this one among those of its host.
+    ``hosts``: the ranks of each host, in order; ``rank``: the index of this rank within its host.
     """
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], view: View, hosts: Sequence[Sequence[int]]) -> None:
@@ -56,9 +56,9 @@ class HostMemory:
 
     @classmethod
     def of(cls, communicator: Communicator, view: View, usable: bool = True) -> HostMemory | None:
-        """Connect the ranks of each host; None where one cannot share memory, or hosts have unequal numbers of ranks.
+        """Connect the ranks of each host; None if one cannot share memory, or hosts have unequal numbers of ranks.
 
-        All ranks of ``communicator`` call this. ``usable``: this rank's tensors lie in the memory of the host.
+        All ranks of ``communicator`` call this. ``usable``: this rank's tensors are in host memory.
         """
         if communicator.size == 1:
             return None
@@ -85,7 +85,7 @@ class HostMemory:
     # ---- memory
 
     def allocate(self, lengths: Sequence[int]) -> list[mmap.mmap]:
-        """Make a region of ``lengths[k]`` bytes on each rank k, and return those of all ranks, in rank order."""
+        """Make a region of ``lengths[k]`` bytes on each rank k; return the regions of all ranks, in rank order."""
         mine = os.memfd_create("hvd-train-host", os.MFD_CLOEXEC)
         os.ftruncate(mine, max(lengths[self.rank], 1))
         for peer in self._peers.values():
@@ -107,10 +107,10 @@ class HostMemory:
                 return descriptors[0]
             if not word:
                 raise LostRankError(f"{SOME_RANK} was lost")
-            self._received[rank][MESSAGE.unpack(word)[0]] += 1  # of a sum before
+            self._received[rank][MESSAGE.unpack(word)[0]] += 1  # a message of the previous sum
 
     def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return flat tensors in memory that all ranks have in common, with rank 0's values of these ones."""
+        """Return flat tensors in memory common to all ranks, with the values of rank 0's ``tensors``."""
         starts = offsets([x.nbytes for x in tensors])
         memory = self.allocate([starts[-1] if rank == 0 else 0 for rank in range(self.size)])[0]
         common = [self._view(memory, x.dtype, len(x), start) for x, start in zip(tensors, starts, strict=False)]
@@ -123,7 +123,7 @@ class HostMemory:
     # ---- messages
 
     def send(self, what: str) -> None:
-        """Send all others the message ``what``. Blocks only while one of them does not read."""
+        """Send the message ``what`` to all others. Blocks only while a receiver does not read."""
         word = MESSAGE.pack(zlib.crc32(what.encode()))
         for peer in self._peers.values():
             while True:
@@ -131,7 +131,7 @@ class HostMemory:
                     peer.send(word, socket.MSG_DONTWAIT)
                     break
                 except BlockingIOError:
-                    # All may be sending, each to one that does not read: so messages of all are read meanwhile.
+                    # All ranks may be sending while none reads, so read messages meanwhile.
                     living = {one: rank for rank, one in self._peers.items() if rank not in self._ended}
                     for one in select.select(living, [peer], [])[0]:
                         self._receive(living[one])
@@ -150,7 +150,7 @@ class HostMemory:
         self.waited += time.perf_counter() - began
 
     def _receive(self, rank: int) -> None:
-        """Take the next message of a rank, or note its end: it may have ended because all is done."""
+        """Receive the next message of a rank, or note that it has ended, which is no error after the last sum."""
         message = b""
         with suppress(OSError):
             message = self._peers[rank].recv(MESSAGE.size)
@@ -166,32 +166,33 @@ class HostMemory:
     # ---- sums
 
     def sums(self, lengths: Sequence[int]) -> HostSums:
-        """Return the way to sum flat tensors, the k-th of at most ``lengths[k]`` bytes."""
+        """Allocate memory for sums of flat tensors, the k-th of at most ``lengths[k]`` bytes."""
         starts = offsets(lengths)
         return HostSums(self, self.allocate([starts[-1]] * self.size), starts, self._view)
 
 
 class HostSums:
-    """Sums of flat tensors over the ranks of this host. A rank publishes what the others are to receive."""
+    """Sums of flat tensors over the ranks of this host. A rank publishes what the others read."""
 
     def __init__(self, host: HostMemory, regions: Sequence[mmap.mmap], starts: Sequence[int], view: View) -> None:
         self._host, self._regions, self._starts, self._view = host, regions, starts, view
 
     def start(self, place: int, x: Tensor, pieces: Sequence[Pieces]) -> Callable[[], Tensor]:
-        """Publish ``x``, of which the k-th rank of the host receives ``pieces[k]``; nothing waits for its sum here.
+        """Publish ``x``, of which the k-th rank of the host reads ``pieces[k]``, without waiting for the others.
 
-        Returns the function that waits, and gives the sum of this rank's pieces, one behind the other; added in rank
-        order.
+        Returns a function that waits for the sum of this rank's pieces and returns them concatenated. Parts are added
+        in
+        rank order.
         """
         host, rank = self._host, self._host.rank
-        host.wait(f"{place} read")  # of the sum before this one
+        host.wait(f"{place} read")  # of the previous sum
         of_ranks = [self._view(region, x.dtype, len(x), self._starts[place]) for region in self._regions]
-        # In a region the pieces of a rank lie side by side, so that they are added as one.
+        # In a region the pieces of a rank are contiguous, so that one addition is enough.
         starts = [0]
         for of_rank in pieces:
             offset = starts[-1]
             for first, last in of_rank:
-                # What is in one piece is read where it is by its own rank.
+                # A rank reads its own piece directly from ``x`` if it has only one.
                 if len(starts) - 1 != rank or len(of_rank) > 1:
                     of_ranks[rank][offset : offset + last - first] = x[first:last]
                 offset += last - first
@@ -214,7 +215,7 @@ class HostSums:
 
 
 def offsets(lengths: Sequence[int]) -> list[int]:
-    """Return where arrays of so many bytes begin, each at a multiple of ``ALIGN``, and where the last one ends."""
+    """Return the offset of each array, rounded up to a multiple of ``ALIGN``, and the end of the last one."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + -(-length // ALIGN) * ALIGN)
@@ -222,7 +223,7 @@ def offsets(lengths: Sequence[int]) -> list[int]:
 
 
 def _memory_key(rank: int) -> str:
-    """Return what the ranks that share memory have in common; "": this one shares none."""
+    """Return a key that is equal on ranks that share memory; "" if this rank shares none."""
     wanted = os.environ.get(VARIABLE, "1")
     if wanted == "0":
         return ""
@@ -230,7 +231,7 @@ def _memory_key(rank: int) -> str:
 
 
 def _hosts(keys: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each host; [] if one shares no memory or has another number of ranks than the others."""
+    """Return the ranks of each host; [] if a rank shares no memory or hosts have unequal numbers of ranks."""
     hosts = [[rank for rank, one in enumerate(keys) if one == key] for key in dict.fromkeys(keys)]
     if "" in keys or len(hosts[0]) == 1 or len({len(ranks) for ranks in hosts}) > 1:
         return []
@@ -238,7 +239,7 @@ def _hosts(keys: Sequence[str]) -> list[list[int]]:
 
 
 def _connect(rank: int, listener: socket.socket, places: Sequence[tuple[str, int]]) -> dict[int, socket.socket]:
-    """Return {rank: socket} of all others, of which ``places`` has (address, pid). Raises OSError."""
+    """Return {rank: socket} of all others. ``places``: (address, pid) of each rank. Raises OSError."""
     pids = {pid for _, pid in places}
     peers: dict[int, socket.socket] = {}
     for other, (address, _) in enumerate(places[:rank]):
@@ -263,6 +264,6 @@ def _connect(rank: int, listener: socket.socket, places: Sequence[tuple[str, int
 
 
 def _is_one_of(peer: socket.socket, pids: Collection[int]) -> bool:
-    """Return whether one of these processes, of this user, is at the other end."""
+    """Return whether the peer is one of these processes and runs as this user."""
     pid, user, _ = CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     return pid in pids and user == os.getuid()

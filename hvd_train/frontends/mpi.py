@@ -1,4 +1,4 @@
-"""mpi4py's world, for what Horovod has no verbs for: objects, parts of the world, one-sided memory."""
+"""mpi4py's world, for what Horovod lacks: objects, groups of ranks, one-sided memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_train.launch.world import World
 
 
 def can_meet(here: World) -> None:
-    """Raise ConfigError if the launcher's ranks do not find one another over mpi4py."""
+    """Raise ConfigError if mpi4py does not connect the launcher's ranks."""
     if not named(here.launcher).opens_mpi:
         what = f"{here.launcher}'s ranks cannot connect by mpi4py"
         raise ConfigError(what, where=here.launcher, fix="start with mpirun")
@@ -26,7 +26,7 @@ def mpi_world(here: World) -> Any:
     can_meet(here)
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
+    except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
         what = f"several ranks need mpi4py: {str(error).splitlines()[0]}"
         raise ConfigError(what, fix="run scripts/setup, or start one process") from error
     ranks = MPI.COMM_WORLD
@@ -37,7 +37,7 @@ def mpi_world(here: World) -> Any:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process, all ranks together, and MPI before Python, whose clean-up would meet Horovod's."""
+    """End all ranks together, and finalize MPI before Python exits, where its clean-up would collide with Horovod's."""
     from mpi4py import MPI
 
     sys.stdout.flush()
@@ -47,9 +47,9 @@ def leave(code: int) -> NoReturn:
 
 
 class Counter:
-    """A counter 0, 1, 2, ... for all ranks of ``mpi``, each of whose numbers one rank gets.
+    """A counter 0, 1, 2, ... shared by all ranks of ``mpi``; each number is given to one rank.
 
-    It is one-sided: rank 0, where the number lies, takes no part when another rank asks.
+    It is one-sided: rank 0 holds the number, but takes no part when another rank asks.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -75,13 +75,13 @@ class Counter:
 
 
 class MpiWindow:
-    """``entries`` numbers of this rank, zeros at first, that all ranks of ``mpi`` read and change one-sidedly."""
+    """``entries`` numbers of this rank, initially zero, that all ranks of ``mpi`` read and change one-sidedly."""
 
     def __init__(self, mpi: Any, entries: int, dtype: str) -> None:
         from mpi4py import MPI
 
         self._mpi, self._dtype = MPI, np.dtype(dtype)
-        # Horovod's thread is within MPI at the same time.
+        # Horovod's thread calls MPI at the same time.
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise _no_windows("it is not thread-safe (MPI_THREAD_MULTIPLE)")
         try:
@@ -97,7 +97,7 @@ class MpiWindow:
         mpi.Barrier()
 
     def read(self, rank: int, into: np.ndarray) -> None:
-        # Not Get: that may see half of an entry that Accumulate writes.
+        # Not Get: it may read a half-written entry during an Accumulate.
         self._window.Lock(rank, self._mpi.LOCK_SHARED)
         kind = self._mpi.Datatype.fromcode(into.dtype.char)
         self._window.Get_accumulate([into, 0, kind], into, rank, [0, len(into), kind], self._mpi.NO_OP)
@@ -122,6 +122,6 @@ class MpiWindow:
 
 
 def _no_windows(reason: str) -> ConfigError:
-    # Open MPI 4.1 has none over TCP for programs with threads: one-sided needs shared memory or RDMA there.
+    # Open MPI 4.1 has no one-sided operations over TCP for threaded programs, only over shared memory or RDMA.
     fix = "start all ranks on one host, or over a network with RDMA, or set exchange.mode: outer or local_sgd"
     return ConfigError(f"this MPI gives no memory that other ranks read and change: {reason}", fix=fix, common=True)

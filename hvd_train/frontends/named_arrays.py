@@ -1,4 +1,4 @@
-"""Arrays by canonical names and in canonical axis order, whatever names and axes a framework gives them."""
+"""Arrays by canonical names and in canonical axis order, independent of the framework."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Layout:
     view: tuple[int, ...]
     axes: tuple[int, ...]
     shape: tuple[int, ...]
-    scales: bool = False  # of a normalization
+    scales: bool = False  # whether it is the scale of a normalization
 
     @property
     def is_vector(self) -> bool:
@@ -34,19 +34,19 @@ class Layout:
         return cls(name, native, view, tuple(axes or range(len(view))), tuple(shape))
 
     def to_canonical(self, x: np.ndarray) -> np.ndarray:
-        # A view where that is possible: whoever writes it lays it out.
+        # A view where possible; the writer makes it contiguous.
         return x.reshape(self.view).transpose(self.axes).reshape(self.shape)
 
     def from_canonical(self, x: np.ndarray) -> np.ndarray:
-        # The axes of ``view`` as they stand in the canonical order.
+        # The axes of ``view`` in canonical order.
         permuted = tuple(self.view[axis] for axis in self.axes)
         native = x.reshape(permuted).transpose(np.argsort(self.axes)).reshape(self.native_shape)
-        # ascontiguousarray makes (1,) of (), so the shape is taken once more.
+        # ascontiguousarray turns shape () into (1,), so restore the shape.
         return np.ascontiguousarray(native).reshape(self.native_shape)
 
 
 def layouts_of(shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) -> dict[str, Layout]:
-    """Return layouts by native names; a tensor that the model's ``table`` leaves out keeps its name and its axes."""
+    """Return layouts by native name. A tensor that is not in the model's ``table`` keeps its name and axes."""
     return {
         native: Layout.of(shape, table.get(native, (native.replace("/", "."), None, None, shape)))
         for native, shape in shapes.items()
@@ -56,16 +56,16 @@ def layouts_of(shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) 
 class NamedArrays(ABC):
     """``state`` and ``load`` over a subclass' arrays.
 
-    Native keys are words, such as ``weights`` or ``slots/momentum``, and the framework's name of the tensor; canonical
-    keys have the canonical name in its place. A key that ends in no tensor's name (``slots/step``) is the same in both.
+    A native key is a prefix, such as ``weights`` or ``slots/momentum``, and the framework's name of the tensor. A
+    canonical key has the canonical name instead. A key without a tensor's name (``slots/step``) is the same in both.
     """
 
     layouts: dict[str, Layout]
-    words = 1  # of a key, before the tensor's name
+    words = 1  # of a key's prefix
 
     @abstractmethod
     def _readers(self) -> Mapping[str, Callable[[], np.ndarray]]:
-        """Return {native key: function that gives its array, not copied where that can be helped}."""
+        """Return {native key: function that returns its array, without a copy where possible}."""
 
     @abstractmethod
     def _assign(self, arrays: Mapping[str, np.ndarray]) -> None: ...
@@ -75,11 +75,11 @@ class NamedArrays(ABC):
         return list(self._readers())
 
     def _views(self, keys: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield (native key, array) of these keys, or of all, one at a time."""
+        """Yield (native key, array) one at a time, of these keys or of all."""
         return ((key, read()) for key, read in self._readers().items() if keys is None or key in keys)
 
     def _arrays(self, keys: Collection[str] | None = None) -> Tree:
-        """Return copies of the arrays of these keys, or of all."""
+        """Copy the arrays of these keys, or of all."""
         return {key: x.copy() for key, x in self._views(keys)}
 
     def _split(self, key: str) -> tuple[str, Layout | None]:
@@ -91,7 +91,7 @@ class NamedArrays(ABC):
         return (prefix + layout.name, layout.to_canonical(array)) if layout else (key, array)
 
     def views(self) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-        """Yield (canonical key, function that gives its array) for all arrays."""
+        """Yield (canonical key, function that returns its array) for all arrays."""
         for key, native in self._readers().items():
             prefix, layout = self._split(key)
             if layout:
@@ -100,7 +100,7 @@ class NamedArrays(ABC):
                 yield key, native
 
     def state(self, into: Tree | None = None) -> Tree:
-        """Copy all arrays, by canonical keys; ``into``: earlier copies, whose memory is taken."""
+        """Copy all arrays, by canonical key. ``into``: earlier copies, whose memory is reused."""
         tree = {}
         for key, array in self._views():
             name, x = self._canonical(key, array)
@@ -109,7 +109,7 @@ class NamedArrays(ABC):
         return tree
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        """Take arrays by canonical keys; what is not in ``tree`` stays as it is."""
+        """Assign arrays by canonical key; arrays that are not in ``tree`` do not change."""
         native = {}
         for key in self._keys():
             prefix, layout = self._split(key)

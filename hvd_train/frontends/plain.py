@@ -1,4 +1,4 @@
-"""The parts that exporters share: what a plain model is made of, and the file that comes out."""
+"""What exporters share: the description of a trained model, and of the exported file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hvd_train.protocol import Sample, Tree
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint that is to be exported.
+    """A checkpoint to export.
 
-    ``arrays``: weights and running statistics by canonical names; ``sample``: as the data give it; ``about``: notes for
-    a file that can hold some; ``scale``: the meaning of the inputs' numbers.
+    ``arrays``: weights and running statistics by canonical name; ``sample``: as the data source yields it; ``about``:
+    notes for formats that can hold some; ``scale``: how the numbers of the inputs are scaled.
     """
 
     config: FrontEndConfig
@@ -33,20 +33,20 @@ class Trained:
 
     @property
     def dtype(self) -> str:
-        """The type of the weights; mixed precision keeps them in 32 bits."""
+        """The dtype of the weights; with mixed precision, 32 bits."""
         return "float64" if self.config.precision == "64" else "float32"
 
     def native_arrays(self, shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) -> dict[str, np.ndarray]:
-        """Return the arrays under a model's names and in its axis order.
+        """Return the arrays by a model's native names, in its axis order.
 
-        Raises CheckpointError where they are not its tensors, all of them.
+        Raises CheckpointError if they are not exactly the model's tensors.
         """
         layouts = layouts_of(shapes, table)
         check_tree({x.name: np.broadcast_to(0.0, x.shape) for x in layouts.values()}, self.arrays)
         return {name: x.from_canonical(self.arrays[x.name]) for name, x in layouts.items()}
 
     def inputs(self, dtype: str) -> dict[str, str]:
-        """Return {name: type} of the inputs that the model takes where it computes in ``dtype``."""
+        """Return {name: type} of the inputs of a model that computes in ``dtype``."""
         return {
             name: dtype if not field.whole else "bool" if field.dtype == "bool" else "int64"
             for name, field in self.sample.inputs.items()
@@ -60,7 +60,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Exported:
-    """The content of a file, and how to use it.
+    """The content of an exported file, and how to use it.
 
     ``load``: a line of Python that opens the file ``{path}``; ``inputs``: {name: (shape, type)}; ``outputs``: {name:
     shape}. Shapes are those of one sample.
@@ -73,7 +73,7 @@ class Exported:
 
 
 def shapes(outputs: Any) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape for one sample} of a model's outputs; a single one is called "logits"."""
+    """Return {name: shape for one sample} of a model's outputs; a single output is called "logits"."""
     named = outputs if isinstance(outputs, Mapping) else {"logits": outputs}
     return {name: tuple(x.shape[1:]) for name, x in named.items()}
 
@@ -86,7 +86,7 @@ def onnx_load(names: Collection[str], outputs: Collection[str]) -> str:
 
 
 def onnx_packages(*names: str) -> list[Any]:
-    """Import the modules of these names, which setup.cfg's extra ``export`` installs."""
+    """Import these modules, which setup.cfg's extra ``export`` installs."""
     try:
         return [importlib.import_module(name) for name in names]
     except ImportError as error:
@@ -97,7 +97,7 @@ def onnx_packages(*names: str) -> list[Any]:
 
 
 def unfit_for(kind: str, name: str, error: BaseException) -> ConfigError:
-    """Make the error for a model that the framework's exporter refuses, with the first line of its reason."""
+    """Make the error for a model that the framework's exporter rejects, with the first line of its reason."""
     return ConfigError(
         f"the model cannot be written as {kind}: {reason(error)}",
         where=f"model.name: {name}",

@@ -1,4 +1,4 @@
-"""The communicator of a world of one: every verb is the identity. Needs no Horovod."""
+"""The communicator of a single rank: every collective is the identity. Needs no Horovod."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_train.protocol import Tensor
 
 
 class LocalWindow:
-    """Memory that this rank alone reads and changes."""
+    """A window that only this rank reads and changes."""
 
     def __init__(self, entries: int, dtype: str) -> None:
         self._memory = np.zeros(entries, dtype)

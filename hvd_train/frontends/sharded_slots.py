@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer, for every front-end: parts of slots by canonical names."""
+"""The state of a sharded optimizer, for every front-end: parts of tensors by canonical name."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from hvd_train.protocol import Entry, Placement
 class ShardedSlots(ABC):
     """``entries`` and ``load`` over a subclass' pieces, each with ``layout``, ``first`` and ``last``.
 
-    ``slots``: {slot: a tensor for each piece}. Pieces are cut from a tensor as it is stored: flat, in memory's order.
+    ``slots``: {slot: a tensor for each piece}. A piece is cut from the flat tensor, in memory order.
     """
 
     slots: Mapping[str, list[Any]]
 
     @abstractmethod
     def _all(self) -> Iterable[Any]:
-        """Return the pieces, in the order of the tensors of a slot."""
+        """Return the pieces, in the order of a slot's tensors."""
 
     @abstractmethod
     def _step_reader(self) -> Callable[[], np.ndarray] | None:
-        """Return a function that gives the number of steps as () float32; None: the formula needs none."""
+        """Return a function that reads the number of steps as () float32; None if the formula needs none."""
 
     @abstractmethod
     def _load_step(self, step: np.ndarray) -> None: ...
 
     @abstractmethod
     def _read(self, slot: Any) -> np.ndarray:
-        """Return (n,): the memory of a piece of a slot."""
+        """Read the memory of a slot's piece, (n,)."""
 
     @abstractmethod
     def _write(self, slot: Any, part: np.ndarray) -> None:
-        """Take (n,) for a piece of a slot."""
+        """Write (n,) to a slot's piece."""
 
     @abstractmethod
     def _to_native(self, piece: Any, stored: np.ndarray) -> np.ndarray:
-        """Return a whole tensor in the framework's axes, from its flat memory."""
+        """Return a whole tensor in the framework's axis order, from its flat memory."""
 
     @abstractmethod
     def _to_stored(self, piece: Any, native: np.ndarray) -> np.ndarray:
-        """Return the whole tensor in the order of memory."""
+        """Return the whole tensor in memory order."""
 
     def entries(self) -> list[Entry]:
         read_step = self._step_reader()
@@ -57,7 +57,7 @@ class ShardedSlots(ABC):
         return entries
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        """Take this rank's pieces of whole slots; those that are not in ``tree`` stay as they are."""
+        """Assign this rank's pieces of whole slots; slots that are not in ``tree`` do not change."""
         for key, piece, slot in self._named():
             if key in tree:
                 stored = self._to_stored(piece, piece.layout.from_canonical(tree[key]))

@@ -1,4 +1,4 @@
-"""The bytes that a rank sends, counted around its communicator: nothing that exchanges knows of it."""
+"""Count the bytes that a rank sends, by wrapping its communicator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_train.protocol import Communicator, Groups, Handle, StageLinks, Tensor,
 
 
 class Traffic:
-    """A counter of bytes. Transfers may be started by several threads."""
+    """A thread-safe counter of bytes."""
 
     def __init__(self) -> None:
         self._lock, self._bytes = threading.Lock(), 0.0
@@ -31,10 +31,10 @@ class Traffic:
 
 
 class MeteredCommunicator:
-    """A communicator whose verbs for tensors count.
+    """A communicator that counts the bytes of its tensor collectives.
 
-    An allreduce counts as that of a ring, which sends 2 (N - 1) / N times its bytes, whatever the library does. Bytes
-    of control (checks, logs, signals) do not count.
+    An allreduce counts as a ring's, 2 (N - 1) / N times its bytes, whatever the library does. Control traffic (checks,
+    logs, signals) does not count.
     """
 
     def __init__(self, communicator: Communicator, traffic: Traffic) -> None:
@@ -68,7 +68,7 @@ class MeteredCommunicator:
 
 
 class MeteredWindow:
-    """A window that counts what travels between this rank and the memory of another, both ways."""
+    """A window that counts the bytes to and from the memory of other ranks."""
 
     def __init__(self, window: Window, rank: int, traffic: Traffic) -> None:
         self._window, self._rank, self._traffic = window, rank, traffic
@@ -95,7 +95,7 @@ class MeteredWindow:
 
 
 class MeteredLinks:
-    """The connections to the other stages of a pipeline; ``send`` counts."""
+    """The connections to the other stages of a pipeline, which count the bytes sent."""
 
     def __init__(self, links: StageLinks, traffic: Traffic) -> None:
         self._links, self._traffic = links, traffic
@@ -113,7 +113,7 @@ class MeteredLinks:
 
 
 def metered(groups: Groups, traffic: Traffic) -> Groups:
-    """Return the same groups, whose transfers count."""
+    """Wrap the communicators of ``groups`` so that they count."""
     data = cast(Communicator, MeteredCommunicator(groups.data, traffic))
     if groups.links is None:
         return Groups.of(data)

@@ -1,4 +1,4 @@
-"""The model that the configuration names: found, built, and refused where it does not fit the data."""
+"""Find and build the model that the configuration names, and check that it fits the data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvd_train.protocol import Build, Field, Sample, one_or_all
 
 
 def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, ModuleType]:
-    """The build function for ``model.name``, a file of the zoo or ``package.module:function``, and its module."""
+    """Return the build function for ``model.name``, a zoo file or ``package.module:function``, and its module."""
     module_name, _, function = name.partition(":")
     where = f"model.name: {name}"
     if name in PASSED_FUNCTIONS:
@@ -29,7 +29,7 @@ def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, 
             module = importlib.import_module(f"{zoo}.{name}")
         except ModuleNotFoundError as error:
             if error.name is None or not f"{zoo}.{name}.".startswith(f"{error.name}."):
-                raise  # a package that the zoo's model needs
+                raise  # a package that the zoo's model imports
             fix = "'hvd-train models' lists the zoo; your own is 'package.module:function'"
             names = [module.name for module in pkgutil.iter_modules(importlib.import_module(zoo).__path__)]
             if near := nearest(name, names):
@@ -58,11 +58,12 @@ def build_model(
     sample: Sample,
     shape_of: Callable[[Field], tuple[int | None, ...]] = lambda field: field.model_shape,
 ) -> tuple[Any, ModuleType, dict[str, Any]]:
-    """(model, its module, what its build function got: options, and of the two others what it has parameters for).
+    """Return (model, its module, the arguments of its build function).
 
-    ``shape_of``: the shape in which the framework gets a field. Where all weights come from a checkpoint, a function
-    that loads pretrained ones is called with ``pretrained=False`` if it has this parameter. A build function that
-    refuses its arguments is the configuration's fault.
+    The function gets the options, and ``input_shape``, ``num_classes``, ... if it has these parameters. ``shape_of``:
+    the
+    shape in which the framework gets a field. If a checkpoint has all weights, a parameter ``pretrained`` gets False.
+    Raises ConfigError if the function rejects its arguments.
     """
     name, options, restores = config.model.name, config.model.options, config.restores
     build, module = find_model(zoo, name, options)
@@ -76,7 +77,7 @@ def build_model(
         facts["max_length"] = max(limits)
     if sizes := {field.classes for field in sample.inputs.values() if field.classes}:
         facts["vocabulary_size"] = max(sizes)
-    # Options win over what the data say.
+    # Options override what follows from the data.
     arguments = {key: value for key, value in facts.items() if anything or key in parameters} | dict(options)
     if restores and "pretrained" in parameters:
         arguments["pretrained"] = False
@@ -95,16 +96,16 @@ def build_model(
 def _are_numbers(sample: Sample, task: TaskConfig) -> bool:
     """Return whether the loss reads class labels as numbers, so that a built-in model needs a single output."""
     labels = [(field, task.term(name)[0]) for name, field in sample.labels.items()]
-    # Not at places: there ``num_classes`` is also the size of a vocabulary.
+    # Not for labels per token or pixel: there ``num_classes`` is also the size of a vocabulary.
     return len(labels) == 1 and all(
         field.classes and not field.shape and loss != "cross_entropy" and ":" not in loss for field, loss in labels
     )
 
 
 def _order(module: ModuleType, parameters: Collection[str], name: str, sample: Sample) -> dict[str, bool]:
-    """Return the options that give a model the order of axes; a model of images alone (``IMAGES``) refuses others.
+    """Return the option ``image: False`` where the inputs are no images. Raises ConfigError for models of images only.
 
-    Without it, (height, width, 4) that is not an image would be taken for channels first in PyTorch.
+    Without the option, PyTorch would read (height, width, 4) as channels first.
     """
     field = next((field for field in sample.inputs.values() if not field.image), None)
     if field is None or len(sample.inputs) > 1:
@@ -120,12 +121,12 @@ def _order(module: ModuleType, parameters: Collection[str], name: str, sample: S
 
 
 def canonical_table(module: ModuleType, model: Any) -> dict[str, tuple]:
-    """Return {native name: (canonical name, view, axes, shape)}, which a model of the zoo has; else {}."""
+    """Return {native name: (canonical name, view, axes, shape)} of a zoo model, else {}."""
     return module.neutral(model) if hasattr(module, "neutral") else {}
 
 
 def checked(outputs: Any, name: str) -> Any:
-    """Refuse what is neither a tensor nor several by name; return it."""
+    """Return the outputs, or raise ConfigError if they are neither a tensor nor a dict of tensors."""
     for x in outputs.values() if isinstance(outputs, Mapping) else [outputs]:
         if not hasattr(x, "shape"):
             what = (
@@ -137,7 +138,7 @@ def checked(outputs: Any, name: str) -> Any:
 
 
 def untaken(name: str, sample: Sample, error: Exception) -> ConfigError:
-    """The model does not take what the data give."""
+    """Make the error for a model that cannot process the data's samples."""
     listed = ", ".join(f"{key} {field}" for key, field in sample.inputs.items())
     what = f"the model does not take its inputs ({listed}): {reason(error)}"
     fixes = ["several inputs are given by name"] * (len(sample.inputs) > 1)
@@ -154,10 +155,10 @@ NO_CLASSES = "num_classes is None, as task.loss is not cross_entropy: set data.n
 
 
 def _wants_classes(sample: Sample, error: Exception) -> bool:
-    """Return whether a layer was made of ``num_classes=None``: a user's loss does not make labels classes."""
+    """Return whether a layer was built with ``num_classes=None``: with a user's loss, labels are not classes."""
     return sample.num_classes is None and "None" in str(error)
 
 
 def may_be_images(sample: Sample) -> bool:
-    """Return whether an input that is not an image has the axes of one, so that the user may have meant it."""
+    """Return whether an input that is not declared an image has the axes of one."""
     return any(len(field.shape) in (2, 3) and not field.image for field in sample.inputs.values())

@@ -1,6 +1,6 @@
-"""The optimizer of the user, ``optim.name: package.module:function``: made, and held to its contract.
+"""Build the user's optimizer, ``optim.name: package.module:function``, and check it.
 
-The function gets the parameters that are trained, and gives an optimizer of the framework.
+The function gets the trained parameters, and returns an optimizer of the framework.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hvd_train.errors import ConfigError, named_reason
 def build_optimizer(options: OptimConfig, parameters: Sequence[Any], names: Sequence[str], kind: type) -> Any:
     """Call the user's function; return its optimizer, of class ``kind``.
 
-    It gets the list of parameters, and of ``names`` (canonical ones) and ``lr`` what it takes.
+    It gets the list of parameters, and ``names`` (canonical) and ``lr`` if it has these parameters.
     """
     where = f"optim.name: {options.name}"
     function = user_function(options.name, where)

@@ -1,4 +1,4 @@
-"""Batch normalization on N ranks in PyTorch: what torch's layers lack is added to the instances of a model."""
+"""Batch normalization on N ranks in PyTorch: extends the classes of a model's layers."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from hvd_train.protocol import Communicator, Ops
 
 
 class Context:
-    """The context of a model's layers: the ranks that join their statistics, and what this forward pass is over."""
+    """What a model's layers share: the ranks that join their statistics, and whether this rank has samples."""
 
     def __init__(self, communicator: Communicator, ops: Ops, sync: bool) -> None:
         self.communicator: Communicator = communicator if sync else Serial()
         self.ops, self.empty = ops, False
-        self.weight: Callable[[], float] = lambda: 1.0  # by which this rank's gradients will count
+        self.weight: Callable[[], float] = lambda: 1.0  # the weight of this rank's gradients
         # Called before each forward pass that joins statistics.
         self.before: Callable[[], None] = lambda: None
-        self._first = ""  # the layer that a forward pass comes to first
+        self._first = ""  # the first layer of a forward pass
         self._of_steps, self._everyone = self.communicator, communicator
-        # Rows of all samples so far, of the layers whose statistics are gathered.
+        # For layers whose statistics are gathered: the row of all samples so far.
         self._rows: dict[_Joined, torch.Tensor | None] = {}
 
     def begin(self, layer: str) -> None:
-        """Note that a layer is about to join its statistics, and call ``before`` at the first layer of a pass."""
+        """Call ``before`` if this is the first layer of a pass that joins statistics."""
         self._first = self._first or layer
         if layer == self._first:
             self.before()
 
     def gather(self, layers: Iterable[_Joined]) -> None:
-        """Add up these layers' statistics of all samples from now on. They normalize by those of the global batch."""
+        """From now on, add up these layers' statistics of all samples. They normalize by those of the global batch."""
         self._rows, self.communicator = dict.fromkeys(layers), self._everyone
 
     def gathers(self, layer: _Joined) -> bool:
@@ -50,18 +50,18 @@ class Context:
         self._rows[layer] = row if before is None else joined([before, row], self.ops)
 
     def gathered(self) -> dict[_Joined, torch.Tensor]:
-        """Return the row of each layer that had samples, and gather no more."""
+        """Stop gathering; return the row of each layer that had samples."""
         rows, self._rows, self.communicator = self._rows, {}, self._of_steps
         return {layer: row for layer, row in rows.items() if row is not None}
 
     def take(self, weights: torch.Tensor) -> None:
-        """Note whether this rank has samples, by the weights (n,) of its batch."""
-        # Without any it computes on one row of padding; else a batch holds samples alone.
+        """Note whether this rank has samples, from the weights (n,) of its batch."""
+        # A rank without samples computes on one row of padding. Other batches have no padding.
         self.empty = len(weights) == 1 and not weights.item()
 
 
 class _Joined(_BatchNorm):
-    """The forward pass in training; comes before the layer's class, so names, buffers and evaluation stay."""
+    """The forward pass in training, mixed in before the layer's class: names, buffers and evaluation do not change."""
 
     _context: Context
     _wire: str
@@ -73,12 +73,12 @@ class _Joined(_BatchNorm):
                 return _BatchNorm.forward(self, x)
             alone, values = self._context.communicator.size == 1, x.numel() // x.shape[1]
             if alone and values > 1 and not self._context.empty:
-                return _BatchNorm.forward(self, x)  # torch's kernel, which refuses a single value
+                return _BatchNorm.forward(self, x)  # torch's kernel, which rejects a single value
         self._check_input_dim(x)
         return _Normalize.apply(x, self.weight, self.bias, self)
 
     def __reduce_ex__(self, protocol) -> tuple:
-        """Pickle the layer as its plain class, because a file knows no ranks."""
+        """Pickle the layer as its plain class."""
         return copyreg._reconstructor, (type(self).__mro__[2], object, None), self.__dict__  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo) -> _Joined:
@@ -87,7 +87,7 @@ class _Joined(_BatchNorm):
         return other
 
     def _move_running_statistics(self, total, mean, variance) -> None:
-        """Move the running statistics."""
+        """Update the running statistics."""
         if self.running_mean is None or not self.track_running_stats:
             return
         if self._context.gathers(self):
@@ -96,7 +96,7 @@ class _Joined(_BatchNorm):
         share = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_((total > 0).long()[0])
-        # momentum=None in torch.
+        # torch's momentum=None.
         if share is None:  # the mean over all batches
             share = 1.0 / self.num_batches_tracked.clamp(min=1).to(self.running_mean.dtype)
         old = self.running_mean, self.running_var
@@ -107,12 +107,12 @@ class _Joined(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """One allgather forward, one allreduce backward. x: (n, C, ...); the wire's row: [count, means, deviations]."""
+    """One allgather forward, one allreduce backward. x: (n, C, ...); a rank's row: [count, means, deviations]."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, layer) -> torch.Tensor:
         context, wide = layer._context, _wide(x)
-        # (1, 1 + 2 C): a rank without samples gives a row of zeros, which counts nothing.
+        # (1, 1 + 2 C): a rank without samples sends zeros, with count 0.
         part = wide.new_zeros(1, 1 + 2 * x.shape[1])
         if not context.empty:
             variance, mean = torch.var_mean(wide, _others(x), correction=0)
@@ -136,11 +136,11 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, inverse, total = ctx.saved_tensors
         communicator, gradient = ctx.layer._context.communicator, _wide(gradient)
         normal = (_wide(x) - _along(mean, x)) * _along(inverse, x)
-        # The parameters' gradients stay local: the exchange adds them like all others.
+        # The parameters' gradients stay local: the exchange adds them like all other gradients.
         bias_gradient, weight_gradient = gradient.sum(_others(x)), (gradient * normal).sum(_others(x))
         x_gradient = None
         if ctx.needs_input_grad[0]:
-            # The others' gradients reach them through this one's.
+            # The other ranks need this rank's sums for their gradients.
             share = ctx.layer._context.weight()
             # (2, C): sums of dL/dy and of dL/dy normal.
             sums = torch.stack([bias_gradient, weight_gradient]) * share
@@ -155,7 +155,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Return x in 32 bits at least, which statistics need."""
+    """Return x in at least 32 bits, which statistics need."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -174,8 +174,10 @@ def of_weights(model: torch.nn.Module, names: Collection[str]) -> list[torch.nn.
 
 
 def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: bool, swa: bool = False) -> Context:
-    """Give every batch normalization of ``model`` the context, in place of the one that an earlier training left; the
-    instances change their class, nothing else. ``swa``: their statistics will be gathered anew."""
+    """Attach the context to every batch normalization of ``model``, replacing that of an earlier training.
+
+    Only the classes of the instances change. ``swa``: statistics will be recomputed for the averaged weights.
+    """
     context = Context(communicator, ops, sync)
     for name, layer in model.named_modules():
         if not isinstance(layer, _BatchNorm):
@@ -191,16 +193,16 @@ def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: 
             what = "track_running_stats=False normalizes an evaluation by its own batches, which depend on the ranks"
             raise ConfigError(what, where=where, fix="switch sync_batchnorm off, or track the statistics")
         if layer.momentum is not None:
-            # No arithmetic uses it, and Keras has none: checkpoints cross.
+            # No computation uses it and Keras has none, so leave it out: checkpoints fit both frameworks.
             layer.num_batches_tracked = None
         layer.__class__ = type(kind.__name__, (_Joined, kind), {"_context": context, "_wire": f"batchnorm.{name}"})
     return context
 
 
 def share_counts(model: torch.nn.Module, communicator: Communicator) -> None:
-    """Give the layers of all ranks the largest count of batches; layers with ``momentum=None`` have one.
+    """Set the batch count of all ranks' layers with ``momentum=None`` to the largest one.
 
-    A rank whose part of a batch was empty has counted less. Its next batch would weigh more than the others'.
+    A rank whose part of a batch was empty has counted less, so its next batch would weigh more than the others'.
     """
     counts = [
         layer.num_batches_tracked
@@ -216,7 +218,7 @@ def share_counts(model: torch.nn.Module, communicator: Communicator) -> None:
 
 
 class Gathering:
-    """The part of a front-end that gathers running statistics of given weights."""
+    """The part of a front-end that recomputes running statistics for given weights."""
 
     ops: Ops
     _batchnorm: Context
@@ -237,7 +239,7 @@ class Gathering:
     @torch.no_grad()
     def take_statistics(self) -> None:
         for layer, row in self._batchnorm.gathered().items():
-            if row[0] == 0:  # no sample counts: the statistics of training stay
+            if row[0] == 0:  # no sample has weight: keep the statistics of training
                 continue
             for target, value in zip((layer.running_mean, layer.running_var), of_all(row, self.ops), strict=True):
                 target.copy_(value)

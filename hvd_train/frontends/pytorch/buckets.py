@@ -1,4 +1,4 @@
-"""Flat buckets: the memory in which weights, gradients and slots of several parameters lie together."""
+"""Flat buckets: contiguous memory for the weights, gradients and slots of several parameters."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from collections.abc import Sequence
 
 import torch
 
-# Bytes at whose multiples torch's tensors begin, as far as cuDNN looks. Behind a bias of ten numbers, ResNet's
-# weights began elsewhere, and a convolution ended with "unable to find an engine" (one H200, cuDNN 9.19).
+# torch's tensors begin at multiples of this many bytes, and cuDNN relies on it. When ResNet's weights followed a bias
+# of ten numbers, a convolution ended with "unable to find an engine" (one H200, cuDNN 9.19).
 GPU_ALIGN = 64
 
 
 class Flat:
-    """One bucket: a flat weight that the optimizer moves, of which the parameters are views, and its flat gradient.
+    """One bucket: a flat weight, of which the parameters are views, and its flat gradient.
 
-    Gradients are autograd's tensors until ``gather`` joins them; a parameter that is alone in its bucket lends its
-    gradient's memory, which saves a zeroing, an addition and a copy, unless autograd gave a part of it to another one.
-    ``channels_last``: convolution kernels lie as (out, height, width, in) in memory. ``align``: weights and slots begin
-    at multiples of so many bytes, with zeros between them; gradients lie without, as they travel. ``memories``: as many
-    joined gradients are kept at a time, that of this step among them.
+    Gradients are autograd's tensors until ``gather`` joins them. If a bucket has one parameter, its gradient's memory
+    is
+    used directly, which saves a zeroing, an addition and a copy; not if autograd shares that memory. ``channels_last``:
+    convolution kernels are stored as (out, height, width, in). ``align``: weights and slots begin at multiples of so
+    many
+    bytes, padded with zeros; gradients are not padded. ``memories``: how many joined gradients are kept, this step's
+    included.
     """
 
     def __init__(
@@ -35,38 +37,40 @@ class Flat:
         self.names, self.channels_last = names, channels_last
         self.shapes = [stored_shape(p.shape, channels_last) for p in parameters]
         self.sizes = [math.prod(shape) for shape in self.shapes]
-        # In entries. The last tensor needs no zeros behind it.
+        # In entries. No zeros follow the last tensor.
         step = max(1, align // parameters[0].element_size())
         self._steps = [-(-size // step) * step for size in self.sizes[:-1]] + self.sizes[-1:]
         values = [self._stored(p.detach()).reshape(-1) for p in parameters]
         self.weight = self.aligned(torch.cat(values))
         self.parameters = parameters
         joined = [torch.cat(values).zero_() for _ in range(memories if len(parameters) > 1 else 0)]
-        # With their views: to cut 200 layers' buckets anew takes 0.5 ms of each step.
+        # Keep their views: to make them for 200 layers takes 0.5 ms of each step.
         self._joined = deque((x, self.views(x)) for x in joined)
         self.move_to(self.weight)
 
     def move_to(self, weight: torch.Tensor) -> None:
-        """Take another flat weight, whose values become the parameters'."""
+        """Replace the flat weight; the parameters take its values."""
         self.weight = weight
-        # The optimizer moves the flat weight, and so all parameters at once.
+        # The optimizer updates the flat weight, and so all parameters at once.
         for p, w in zip(self.parameters, self.views(weight), strict=True):
             p.data, p.grad = w, None
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
-        """Return the gradient of all parameters, (n,), zeros where backward reached none; for this step, unless it is
-        handed over."""
+        """Return the gradient of all parameters, (n,), with zeros for those that backward did not reach.
+
+        Its memory is reused in the next step, unless it is handed over.
+        """
         gradients = [p.grad for p in self.parameters]
         gradients = [dense(g) if g is not None and g.is_sparse else g for g in gradients]
         if not self._joined:
             (alone,) = gradients
             if alone is None:
                 return torch.zeros_like(self.weight)
-            lent = users(alone) == 1  # before there is a view of it
+            lent = users(alone) == 1  # before we make a view of it
             flat = self._stored(alone).reshape(-1)
             return flat if lent else flat.clone()
-        # A parameter that backward did not reach has no gradient, and counts as zeros.
+        # A parameter that backward did not reach has no gradient; zeros instead.
         joined, places = self._joined[0]
         there = [(place, g) for place, g in zip(places, gradients, strict=True) if g is not None]
         if len(there) < len(gradients):
@@ -76,12 +80,12 @@ class Flat:
         return joined
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of the parameters; the joined one stays as it is."""
+        """Drop the gradients of the parameters, but not the joined one."""
         for p in self.parameters:
             p.grad = None
 
     def discard_gradients(self, handed_over: bool) -> None:
-        """Forget the gradients. ``handed_over``: the joined one stays as it is while later ones take other memories."""
+        """Drop the gradients. ``handed_over``: keep the joined one, and use other memory for the next."""
         self.drop_gradients()
         if handed_over:
             self._joined.rotate(-1)
@@ -90,7 +94,7 @@ class Flat:
         return x.permute(0, 2, 3, 1) if self.channels_last and x.dim() == 4 else x
 
     def aligned(self, flat: torch.Tensor) -> torch.Tensor:
-        """Lay out a flat gradient as the weights lie; returns the same tensor where that is the same."""
+        """Pad a flat gradient as the weights are; returns the same tensor if they have no padding."""
         if self._steps == self.sizes:
             return flat
         laid_out = flat.new_zeros(sum(self._steps))
@@ -98,12 +102,12 @@ class Flat:
         return laid_out
 
     def packed(self, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """Return (n,): the weights, or what lies as they do, as a gradient travels; not to be changed."""
+        """Return (n,): the weights, or a tensor padded like them, without padding. Do not change it."""
         flat = self.weight if flat is None else flat
         return flat if self._steps == self.sizes else torch.cat(self.parts(flat))
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Cut what lies as weights or as gradients do into the flat parts of the tensors."""
+        """Split a flat tensor, padded or not, into the parts of the parameters."""
         if len(flat) == sum(self.sizes):
             return list(torch.split(flat, self.sizes))
         return [part[:size] for part, size in zip(torch.split(flat, self._steps), self.sizes, strict=True)]
@@ -114,21 +118,21 @@ class Flat:
 
 
 def in_memory(memory: mmap.mmap, dtype: torch.dtype, entries: int, start: int) -> torch.Tensor:
-    """Return the flat tensor that begins at byte ``start`` of a memory."""
+    """Return the flat tensor at byte ``start`` of a memory."""
     return torch.frombuffer(memory, dtype=dtype, count=entries, offset=start)
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
     """Return a sparse gradient as a dense one."""
-    # A GPU would add rows that occur several times in another order each time; ``coalesce`` sorts them.
+    # A GPU would add repeated rows in a different order each time; ``coalesce`` sorts them.
     return (x.coalesce() if x.is_cuda else x).to_dense()
 
 
 def users(x: torch.Tensor) -> int:
-    """Count the tensors that lie in the memory of ``x``, which is one of them."""
+    """Count the tensors that share the memory of ``x``, itself included."""
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1
 
 
 def stored_shape(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
-    """Return a parameter's shape in the order in which its axes lie in memory."""
+    """Return a parameter's shape in memory order."""
     return (shape[0], *shape[2:], shape[1]) if channels_last and len(shape) == 4 else tuple(shape)

@@ -13,7 +13,7 @@ from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, guarded
 
 @dataclass(frozen=True)
 class OnHost:
-    """An allreduce in the host's memory, whose result goes back to ``place`` on a GPU."""
+    """An allreduce in host memory, whose result is copied back to ``place`` on a GPU."""
 
     transfer: int
     place: torch.Tensor
@@ -25,7 +25,7 @@ class HorovodTorch(HorovodCommunicator):
     @guarded
     def allreduce_async(self, x, name, op="sum") -> int | OnHost:
         ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
-        # Built with NCCL, Horovod takes the mean of a host's GPUs, and Adasum among hosts alone.
+        # With NCCL, Horovod averages over the GPUs of a host, and runs Adasum only between hosts.
         on_host = op == "adasum" and x.is_cuda
         transfer = self.hvd.allreduce_async_(x.cpu() if on_host else x, name=name, op=ops[op], **self._within)
         return OnHost(transfer, x) if on_host else transfer
@@ -41,7 +41,7 @@ class HorovodTorch(HorovodCommunicator):
     @guarded
     def synchronize(self, handle) -> torch.Tensor:
         result = self.hvd.synchronize(handle.transfer if isinstance(handle, RankParts | OnHost) else handle)
-        received = result[0] if isinstance(result, tuple) else result  # an alltoall gives the received sizes, too
+        received = result[0] if isinstance(result, tuple) else result  # an alltoall also returns the received sizes
         if isinstance(handle, OnHost):
             return handle.place.copy_(received)
         return handle.add(received) if isinstance(handle, RankParts) else received

@@ -16,7 +16,7 @@ MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 def mixed_context(precision: str, device: torch.device) -> AbstractContextManager:
-    """Return the context of forward passes: most arithmetic in 16 bits, or as the weights are."""
+    """Return the context of forward passes: autocast to 16 bits, or none."""
     dtype = MIXED.get(precision)
     if dtype is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
         what = f"{torch.cuda.get_device_name(device)} has no bfloat16"
@@ -25,9 +25,10 @@ def mixed_context(precision: str, device: torch.device) -> AbstractContextManage
 
 
 def seeder(device: torch.device) -> Callable[[int], object]:
-    """Return what seeds the generators that a rank on this device draws from, as ``torch.manual_seed`` does."""
-    # That looks for devices which are not there, and on hosts with a GPU formats the stack for them: 0.08 ms a step on
-    # a CPU, 0.3 ms on one H200 (torch 2.11), where a step of an MLP with 19 million weights takes 1.9 ms.
+    """Return a function that seeds the generators of this rank's device, like ``torch.manual_seed``."""
+    # torch.manual_seed also looks for absent devices, and on hosts with a GPU formats the stack for them. That takes
+    # 0.08 ms a step on a CPU, and 0.3 ms on one H200 (torch 2.11), where a step of an MLP with 19 million weights takes
+    # 1.9 ms.
     seed_cpu = torch.default_generator.manual_seed
     if device.type == "cpu":
         return seed_cpu
@@ -37,13 +38,13 @@ def seeder(device: torch.device) -> Callable[[int], object]:
 
 
 def devices_of(config: FrontEndConfig, communicator: Communicator) -> list[torch.device]:
-    """Return the devices of this rank, ``parallel.devices_per_rank`` of them: GPUs, or the CPU in place of each."""
+    """Return the ``parallel.devices_per_rank`` devices of this rank: GPUs, or the CPU for each."""
     indices = gpus_of(config, communicator, torch.cuda.device_count() if torch.cuda.is_available() else 0, "PyTorch")
     if not indices:
         return [torch.device("cpu")] * config.parallel.devices_per_rank
     torch.cuda.set_device(indices[0])
-    # cuDNN's default gradients of convolutions differ in their last bits from run to run. Repeatable ones cost
+    # By default, cuDNN's gradients of convolutions differ in their last bits between runs. Deterministic ones cost
     # nothing (one H200: CNN 1.13, ResNet-18 0.97, MLP and GPT 1.0 of the speed). Making all of PyTorch's kernels
-    # repeatable cost the MLP and the GPT a third.
+    # deterministic cost the MLP and the GPT a third.
     torch.backends.cudnn.deterministic = True
     return [torch.device("cuda", index) for index in indices]

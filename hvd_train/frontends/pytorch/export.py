@@ -1,4 +1,4 @@
-"""Files for plain PyTorch and, through it, for ONNX runtimes."""
+"""Export to plain PyTorch and, through it, to ONNX."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hvd_train.frontends.user_model import build_model, canonical_table
 
 
 def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the trained model for evaluation, the module and arguments that build it, and two samples of zeros.
+    """Return the trained model in evaluation mode, the module and arguments that build it, and two samples of zeros.
 
-    All lie on the CPU.
+    All are on the CPU.
     """
     fields = trained.sample.inputs
-    # Samples whose length varies are padded to the limit in an exported model.
+    # An exported model takes samples padded to the maximum length.
     sizes = {k: field.shape if field.ragged else native_shape(field) for k, field in fields.items()}
     model, module, arguments = build_model(PYTORCH.zoo, trained.config, trained.sample, native_shape)
     model = joined(model).to("cpu", getattr(torch, dtype)).eval()
@@ -34,7 +34,7 @@ def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, d
         with torch.no_grad():
             _output(model, example)
     table = canonical_table(module, model)
-    # Batch normalization's counter is in no checkpoint where no arithmetic uses it.
+    # Checkpoints omit batch normalization's counter if no computation uses it.
     tensors = {
         path: x
         for path, x in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items()
@@ -56,7 +56,7 @@ def _input_types(example: dict[str, torch.Tensor]) -> dict[str, tuple[tuple[int,
 
 @torch.no_grad()
 def to_pytorch(trained: Trained) -> Exported:
-    """A state dictionary, which ``torch.load`` opens with ``weights_only=True``."""
+    """Export a state dictionary, which ``torch.load`` opens with ``weights_only=True``."""
     model, module, arguments, example = _model(trained, trained.dtype)
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
@@ -70,7 +70,7 @@ def to_pytorch(trained: Trained) -> Exported:
 
 @torch.no_grad()
 def to_torch_export(trained: Trained) -> Exported:
-    """A program with its weights, for any number of samples; ``torch.export.load`` needs no code of the model."""
+    """Export a program with its weights, for any batch size; ``torch.export.load`` needs no code of the model."""
     model, _, _, example = _model(trained, trained.dtype)
     outputs, alone, batch = shapes(_output(model, example)), len(example) == 1, {0: torch.export.Dim("batch")}
     buffer = io.BytesIO()
@@ -85,7 +85,7 @@ def to_torch_export(trained: Trained) -> Exported:
                 dynamic_shapes=(batch,) if alone else dict.fromkeys(example, batch),
             )
             torch.export.save(program, buffer)
-    except Exception as error:  # the exporter has many, and those of the model's code come through
+    except Exception as error:  # the exporter raises many kinds, and passes on those of the model's code
         raise unfit_for("a torch.export program", trained.config.model.name, error) from error
     finally:
         logging.disable(logging.NOTSET)
@@ -95,12 +95,12 @@ def to_torch_export(trained: Trained) -> Exported:
 
 @torch.no_grad()
 def to_onnx(trained: Trained) -> Exported:
-    """An ONNX model of 32 bits, input ``input`` and output ``logits``, for any number of samples."""
+    """Export a 32-bit ONNX model with input ``input`` and output ``logits``, for any batch size."""
     package, _ = onnx_packages("onnx", "onnxscript")
     model, _, _, example = _model(trained, "float32")
     outputs, alone = shapes(_output(model, example)), len(example) == 1
     batch = {0: torch.export.Dim("batch")}
-    # The exporter misses torchvision, and thinks aloud.
+    # The exporter warns that torchvision is missing, and prints its progress.
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):

@@ -1,4 +1,4 @@
-"""Parameters that a training leaves as they are: no gradient is computed for them."""
+"""Freeze parameters: no gradient is computed for them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-FROZEN = "_frozen_by_hvd_train"  # an attribute of such a parameter
+FROZEN = "_frozen_by_hvd_train"  # an attribute of a frozen parameter
 
 
 def freeze(trainable: Mapping[str, torch.nn.Parameter], moved: Collection[str]) -> None:
-    """Freeze the parameters that are not in ``moved``, and no others."""
+    """Freeze exactly the parameters that are not in ``moved``."""
     for name, parameter in trainable.items():
         parameter.requires_grad_(name in moved)
         if name not in moved or hasattr(parameter, FROZEN):
@@ -18,7 +18,7 @@ def freeze(trainable: Mapping[str, torch.nn.Parameter], moved: Collection[str]) 
 
 
 def thaw(model: torch.nn.Module) -> None:
-    """Undo what an earlier training of the same model has frozen."""
+    """Unfreeze what an earlier training of the same model has frozen."""
     for parameter in model.parameters():
         if getattr(parameter, FROZEN, False):
             parameter.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Layers that PyTorch does not see: a module registers its attributes, not what lies in a list or a dict of them."""
+"""Find layers that PyTorch does not register because they are in a plain list or dict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HIDDEN_FIX = "make the list a torch.nn.ModuleList (a dict a torch.nn.ModuleDict)
 
 
 def hidden(model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]]:
-    """Return trainable parameters that the model does not have, by the attribute that holds them: "encoder.layers"."""
+    """Return trainable parameters that the model does not register, by attribute: "encoder.layers"."""
     known = {id(p) for p in model.parameters()}
     layers = {}
     for path, layer in model.named_modules():
@@ -25,7 +25,7 @@ def hidden(model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]]:
 
 
 def not_part(names: Iterable[str]) -> str:
-    """Describe what is wrong with the layers that ``hidden`` names."""
+    """Return the message about the layers that ``hidden`` names."""
     return f"the layers in {', '.join(names)} are not part of the model: a Python list or dict hides them"
 
 

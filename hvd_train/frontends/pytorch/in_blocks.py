@@ -1,4 +1,4 @@
-"""A PyTorch model in blocks: what they take and give, and their cost."""
+"""A PyTorch model in blocks: checks of their inputs and outputs, and their cost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PyTorchInBlocks(InBlocks, PyTorchFrontEnd):
 
     def costs(self, batch: Batch) -> list[Cost]:
         inputs = self.to_device(batch)[0]
-        self.model.eval()  # running statistics stay as they are
+        self.model.eval()  # running statistics must not change
         best, activations = [np.inf] * len(self._blocks), [0] * len(self._blocks)
 
         def timed(number: int, block: torch.nn.Module, x: Any) -> Any:
@@ -70,7 +70,7 @@ class PyTorchInBlocks(InBlocks, PyTorchFrontEnd):
             torch.cuda.synchronize()
 
     def _result(self, output: Any) -> Any:
-        """Return the outputs of the model on the first device, in the type of its weights."""
+        """Return the model's outputs on the first device, in the dtype of its weights."""
         if isinstance(output, Mapping):
             return {name: one.to(self.device, self.dtype) for name, one in output.items()}
         return output.to(self.device, self.dtype)

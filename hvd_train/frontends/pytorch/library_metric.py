@@ -1,4 +1,4 @@
-"""Metric objects of TorchMetrics, as sums over samples."""
+"""TorchMetrics' metric objects, computed from sums over samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hvd_train.errors import ConfigError
 from hvd_train.task.user_functions import for_each, no_comparison
 
-# Classes of TorchMetrics, by what their names begin with -> what they make of outputs that they take for logits.
+# {first letters of a TorchMetrics class: the function it applies to outputs that it considers logits}.
 PROBABILITIES = {
     "Binary": torch.sigmoid,
     "Multilabel": torch.sigmoid,
@@ -22,11 +22,13 @@ PROBABILITIES = {
 
 
 class TorchMetric:
-    """A ``torchmetrics.Metric`` whose state is made of sums.
+    """A ``torchmetrics.Metric`` whose state consists of sums.
 
-    ``sums`` are its states one after the other, of one batch. ``result`` puts the sums of all batches and ranks in
-    their place and calls the object's ``compute``. Raises ConfigError, with the reason, where a state is not a sum, for
-    example the list of all outputs that an exact AUROC sorts. ``logits``: whether the outputs are logits.
+    ``sums``: the concatenated states of one batch. ``result`` assigns the sums of all batches and ranks to the states
+    and
+    calls ``compute``. Raises ConfigError if a state is not a sum, for example the list of all outputs that an exact
+    AUROC
+    sorts. ``logits``: whether the outputs are logits.
     """
 
     def __init__(self, metric: Any, logits: bool) -> None:
@@ -35,7 +37,7 @@ class TorchMetric:
 
         self._metric, title = metric.set_dtype(torch.float64), type(metric).__name__
         metric.sync_on_compute = False
-        # It takes a batch for probabilities where all of it lies in [0, 1]; then the number depends on the batches.
+        # It treats a batch as probabilities if all values are in [0, 1], so the result would depend on the batches.
         names = [c.__name__ for c in type(metric).__mro__ if c.__module__.startswith("torchmetrics.classification")]
         self._ready = _probabilities(names) if logits else torch.asarray
         self._labels = _whole if names else torch.asarray
@@ -68,27 +70,27 @@ class TorchMetric:
         metric = self._metric
         metric.reset()
         for (name, start), total in zip(metric._defaults.items(), states, strict=True):
-            # A state of whole numbers stays one.
+            # An integer state stays an integer.
             state = start + torch.from_numpy(total).to(start)
             setattr(metric, name, state.to(metric.device))
-        metric._update_count = 1  # it warns where no batch came
+        metric._update_count = 1  # it warns if it had no batch
         return float(metric.compute())
 
 
 def _probabilities(names: Sequence[str]) -> Any:
-    """Return the function that makes of logits what a metric would make of them; ``names``: of it and its bases."""
+    """Return the function that a metric would apply to logits; ``names``: its class and base classes."""
     kinds = [kind for name in names for start, kind in PROBABILITIES.items() if name.startswith(start)]
     return kinds[0] if kinds else torch.asarray
 
 
 def _whole(labels: torch.Tensor) -> torch.Tensor:
-    """Return labels as whole numbers, if they are: the loss bce has yes and no in float32."""
+    """Return labels as integers if they are whole: the loss bce has 0 and 1 as float32."""
     whole = labels.long()
     return whole if bool((whole == labels).all()) else labels
 
 
 def library_metric(metric: Any, logits: bool) -> TorchMetric | None:
-    """Return the metric as sums; None: it is not of TorchMetrics."""
+    """Wrap the metric; None if it is not one of TorchMetrics."""
     library = sys.modules.get("torchmetrics")
     if library and isinstance(metric, library.MetricCollection):
         raise ConfigError("MetricCollection holds several metrics", fix="name each of them alone")

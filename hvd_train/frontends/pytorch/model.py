@@ -1,4 +1,4 @@
-"""PyTorch: weights, gradients and slots live in flat buckets, of which the model's parameters are views."""
+"""PyTorch: weights, gradients and slots are stored in flat buckets, of which the model's parameters are views."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
 
     def __init__(self, config: FrontEndConfig, groups: Groups, sample: Sample) -> None:
         self.config, self.groups, self._sample = config, groups, sample
-        self.device, *_ = self.devices = devices_of(config, groups.world)  # the first one has all but layers
+        self.device, *_ = self.devices = devices_of(config, groups.world)  # the first has all but other devices' layers
         self.ops = TorchOps(self.device)
         self.dtype = DTYPES.get(config.precision, torch.float32)
         self.task = Task(config.task, sample, self.ops)
         self._mixed = mixed_context(config.precision, self.device)
-        # Each number is taken to the device once: that waits until a GPU has nothing left to do.
+        # Move each number to the device once: the transfer waits until the GPU is idle.
         self._tensor_of = cache(partial(torch.tensor, device=self.device))
         torch.manual_seed(config.seed)
         self._seed = seeder(self.device)
         model, module, _ = build_model(PYTORCH.zoo, config, sample, native_shape)
         self._module, self._channels_last = module, False
         self.model = model = self._on_devices(joined(model))
-        # Before batch normalization is prepared: a lazy one becomes another class.
+        # Before batch normalization is prepared: initializing a lazy layer changes its class.
         if lazy(model):
             self._take_shapes()
         self._batchnorm = batchnorm.prepare(
@@ -78,7 +78,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         table = canonical_table(module, model)
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)
-        # Normalizations call their scales weights.
+        # A normalization's scale is called weight.
         norms = {f"{n}.weight".lstrip(".") for n, x in self.model.named_modules() if "Norm" in type(x).__name__}
         self.layouts = {n: replace(layout, scales=True) if n in norms else layout for n, layout in layouts.items()}
         if (hidden_layers := hidden(self.model)) and not config.restores:
@@ -90,7 +90,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         self._fixed = {n: t for n, t in named.items() if n not in self._trainable}
         self._channels_last = self._takes_channels_last()
         self._flats: list[Flat] = []
-        self._handles: list[Any] = []  # of hooks within backward
+        self._handles: list[Any] = []  # of backward hooks
         self._host: HostMemory | None = None
         self._known_changes = 0
         self._probe_task(sample)
@@ -105,7 +105,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         return model.to(self.device, self.dtype)
 
     def _take_shapes(self) -> None:
-        """Give lazy layers (``LazyLinear``) their shapes by a forward pass of two samples."""
+        """Initialize lazy layers (``LazyLinear``) by a forward pass of two samples."""
         try:
             self._try_forward(channels_last=False)
         except UNTAKEN as error:
@@ -116,9 +116,9 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
             raise ConfigError(what, where=where, fix="use it in forward, or leave it out")
 
     def _takes_channels_last(self) -> bool:
-        """Return whether images and kernels lie channels last."""
-        # That is a third faster on CPUs for SINGA's CNN, a tenth for ResNet-18. Models whose forward insists on the
-        # other order (``view`` after a convolution) keep it.
+        """Decide whether images and kernels are stored channels last."""
+        # That is a third faster on CPUs for SINGA's CNN, a tenth for ResNet-18. Models whose forward fails with it
+        # (``view`` after a convolution) keep channels first.
         images = any(field.image for field in self._sample.inputs.values())
         kernels = any(p.dim() == 4 for p in self.model.parameters())
         mixed = self.device.type == "cuda" and self.config.precision not in MIXED
@@ -138,8 +138,8 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         return False
 
     def _try_forward(self, channels_last: bool) -> None:
-        """Try a forward pass of two samples of zeros; raises what the model raises."""
-        # Not in inference mode: a tensor that the model keeps from here must do for training.
+        """Run a forward pass of two samples of zeros; raises what the model raises."""
+        # Not in inference mode: a tensor that the model caches here must also work in training.
         self._channels_last = channels_last
         self._eval_outputs(self.to_device(made_up(self._sample))[0])
 
@@ -149,7 +149,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         return self._outputs(inputs)
 
     def _outputs(self, inputs: Mapping[str, torch.Tensor]) -> Any:
-        """Return the outputs of the model: a tensor, or several by name."""
+        """Return the model's outputs: a tensor, or a dict of tensors."""
         with self._mixed:
             outputs = self.model(*inputs.values()) if len(inputs) == 1 else self.model(**inputs)
         outputs = checked(outputs, self.config.model.name)
@@ -184,11 +184,11 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def _changes(self) -> int:
-        """Return how often code other than the update has changed a weight in place."""
+        """Count the in-place changes of weights by code other than the update."""
         return sum(p._version for p in self._trainable.values())
 
     def _check_changes(self) -> None:
-        """Refuse a model that changes its weights: in shared memory each rank would change them for all."""
+        """Raise ConfigError if the model changes its weights: in shared memory each rank would repeat the change."""
         if self._host and self._changes() != self._known_changes:
             raise ConfigError(CHANGES, where="optim.sharded", fix=APART, common=True)
 
@@ -213,17 +213,18 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         names, parameters = list(self._moved), list(self._moved.values())
         freeze(self._trainable, names)
         align = GPU_ALIGN if self.device.type == "cuda" else 1
-        # From here on the parameters are views into the buckets.
+        # From here on the parameters are views of the buckets.
         self._flats = [
             Flat([names[i] for i in b], [parameters[i] for i in b], self._channels_last, align, update.delay + 1)
             for b in update.buckets
         ]
         self._fixed_layers = batchnorm.of_weights(self.model, self._fixed_statistics())
         self._layers = [layer for layer in self.model.modules() if layer not in self._fixed_layers]
-        self._sent, self._last = Overlap(update, self._start), False  # within a step's last backward
+        self._sent, self._last = Overlap(update, self._start), False  # whether this is a step's last backward
         self._gathered: dict[int, torch.Tensor] = {}
         self._finite, self._arrivals = True, Counter[int]()
-        # None: the first step shows whether a part of backward runs twice (reentrant checkpointing of shared layers).
+        # None: the first step shows whether backward reaches a gradient twice (reentrant checkpointing of shared
+        # layers).
         self._overlapping = None if (overlap := self._overlap()) and self.config.overlap == "auto" else overlap
         for handle in self._handles:
             handle.remove()
@@ -233,15 +234,15 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         ]
 
     def _overlap(self) -> bool:
-        """Return whether exchanges start within backward; where gradients are looked at first, all are awaited."""
-        # A gradient that is applied later travels during the next step.
+        """Return whether exchanges start during backward; not if the gradients are checked first."""
+        # A delayed gradient is exchanged during the next step.
         if self.config.checks_gradients or self.update.delay:
             return False
         gpu = self.device.type == "cuda"
         return overlaps(self.config.overlap, self.groups.data, gpu, torch.get_num_threads())
 
     def _arrived(self, i: int) -> None:
-        """Note that gradient ``i`` is final; the last one of a bucket starts the exchange."""
+        """Note that gradient ``i`` is final; the last one of a bucket starts its exchange."""
         if not self._last or self._overlapping is False:
             return
         if self._overlapping is None:
@@ -253,18 +254,18 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
             self._sent.arrived(i)
 
     def _decide(self) -> None:
-        """Choose overlap or not after the first step's backward, on all ranks alike."""
+        """After the first step's backward, decide whether to overlap, alike on all ranks."""
         repeated = bytes([max(self._arrivals.values(), default=0) > 1])
         self._overlapping = not any(part[0] for part in self.groups.data.allgather_bytes(repeated))
 
     def _start(self, bucket: int) -> Any:
         started = self.update.start(bucket, self._gradient(bucket))
         self._flats[bucket].drop_gradients()
-        del self._gathered[bucket]  # the exchange alone needs it now, and may free its memory before the step
+        del self._gathered[bucket]  # only the exchange needs it now, and may free its memory before the step
         return started
 
     def _gradient(self, bucket: int) -> torch.Tensor:
-        """Return the flat gradient of a bucket, joined once a step."""
+        """Return the flat gradient of a bucket; it is joined once per step."""
         if bucket not in self._gathered:
             self._gathered[bucket] = self._flats[bucket].gather().to(self.device)
         return self._gathered[bucket]
@@ -278,8 +279,8 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
             flat.discard_gradients(handed_over)
 
     def to_device(self, batch: Batch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
-        """Place a batch without its padding, which no layer must see."""
-        # One row of padding stays where there is no sample: not every layer takes an empty batch.
+        """Move a batch without its padding, which no layer may see, to the device."""
+        # A rank without samples keeps one row of padding: not every layer accepts an empty batch.
         rows, fields = max(batch.count, 1), self._sample.inputs
         inputs = {name: self._place(batch.inputs[name][:rows], field) for name, field in fields.items()}
         return inputs, *self._place_labels(batch)
@@ -290,13 +291,13 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         return labels, torch.from_numpy(batch.weights[:rows]).to(self.device, self.dtype, non_blocking=True)
 
     def _place(self, x: np.ndarray, field: Field) -> torch.Tensor:
-        """Move an array to the device as it is stored, and scale it there as its field says.
+        """Move an array to the device in its stored dtype, and scale it there as its field says.
 
-        Images come as (height, width, channels), the order that decoders give; PyTorch wants channels first.
+        Images are stored as (height, width, channels), as decoders return them; PyTorch needs channels first.
         """
         placed = torch.from_numpy(x).to(self.device, non_blocking=True)
         if field.divisor != 1:
-            # By a tensor: on a GPU, torch makes a multiplication of a division by a number, and other bits.
+            # Divide by a tensor: on a GPU, torch multiplies by the inverse of a number, which changes bits.
             placed = placed.to(torch.float32, copy=True).div_(self._tensor_of(field.divisor))
         if field.mean:
             mean, std = (self._tensor_of(x, dtype=torch.float32) for x in (field.mean, field.std))
@@ -311,7 +312,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
 
     def add_gradients(self, placed, scale: Scale, seed: int) -> torch.Tensor:
         inputs, labels, weights = placed
-        # ``train()`` walks through the tree of layers, which takes 1 ms of each step for 200 of them.
+        # ``train()`` traverses all layers, which takes 1 ms of each step for 200 of them.
         if not all(map(IN_TRAINING, self._layers)) or any(map(IN_TRAINING, self._fixed_layers)):
             self.model.train()
             for layer in self._fixed_layers:
@@ -331,7 +332,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         self._last = False
         if self._overlapping is None:
             self._decide()
-        # All ranks decide alike, so none waits for an exchange that another leaves out.
+        # All ranks decide alike, so none waits for an exchange that another skips.
         if finite := self._unscale(unscale):
             self._check_changes()
             self.update.step(self._sent.finish(), learning_rate)
@@ -340,7 +341,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         return sums
 
     def _unscale(self, unscale: float) -> bool:
-        """Take the loss' scale out of the gradients; False: on some rank they are not finite."""
+        """Divide the gradients by the loss scale; return False if some rank's are not finite."""
         if not self.config.checks_gradients:
             return True
         gradients = self._gradients()
@@ -378,7 +379,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         return self._stored(outputs, next(iter(labels.values())) if len(labels) == 1 else None)
 
     def _stored(self, x: torch.Tensor, label: Field | None) -> np.ndarray:
-        """Return an output in the order of axes that the data have: images as (height, width, channels)."""
+        """Return an output in the data's axis order: images as (height, width, channels)."""
         image = label is not None and label.image and x.dim() == 4
         return self.ops.to_numpy(x.permute(0, 2, 3, 1) if image else x)
 
@@ -387,7 +388,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         return weights | {f"statistics/{n}": t for n, t in self._fixed.items()}
 
     def aliases(self, canonical: bool) -> dict[str, tuple[str, Layout | None]]:
-        """Return the names in a file, of which a tied weight has several: a file may hold it under any of them."""
+        """Add all names of tied weights: a file may hold the weight under any of them."""
         known = super().aliases(canonical)
         kept = {"remove_duplicate": False}
         first: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Tensor verbs in PyTorch."""
+"""Tensor operations in PyTorch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from hvd_train.frontends.pytorch.library_metric import library_metric
 from hvd_train.update.state import Cell, EagerControl
 
-# Entries that one thread adds up, whatever the number of threads.
+# Entries that one thread adds up, for any number of threads.
 ROW = 4096
-# Columns: below, MKL takes up to twenty times as long for a product as for its transpose.
+# Columns: with fewer, MKL takes up to twenty times as long for a product as for its transpose.
 THIN = 32
 
 
@@ -22,10 +22,10 @@ class TorchOps(EagerControl):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type != "cpu":
-            self.block = sys.maxsize  # a GPU would start a kernel for each operation of each block
+            self.block = sys.maxsize  # on a GPU each operation of each block would be a kernel launch
 
     def at(self, device: torch.device) -> TorchOps:
-        """Return the verbs over tensors of another device."""
+        """Return the operations on another device."""
         return self if device == self.device else TorchOps(device)
 
     def from_numpy(self, x) -> torch.Tensor:
@@ -61,14 +61,15 @@ class TorchOps(EagerControl):
     def scatter(self, length, indices, values, *, same_bits=True) -> torch.Tensor:
         zeros = torch.zeros(length, dtype=values.dtype, device=values.device)
         if same_bits and values.is_cuda:
-            # It sorts. index_add_ adds in another order each time there, and three ranks that sent an entry went apart.
+            # It sorts. On a GPU the order of index_add_ varies: with three ranks sending an entry, their weights
+            # diverged.
             return zeros.index_put_((indices,), values, accumulate=True)
         return zeros.index_add_(0, indices, values)
 
     def matmul(self, a, b, *, transpose_a=False, transpose_b=False) -> torch.Tensor:
         a, b = (a.T if transpose_a else a), (b.T if transpose_b else b)
         if b.shape[1] < THIN:
-            # The transpose of a product is the product of the transposes in reverse order.
+            # (A B)^T = B^T A^T.
             return (b.T @ a.T).T.contiguous()
         return a @ b
 
@@ -77,7 +78,7 @@ class TorchOps(EagerControl):
 
     def orthonormal(self, x) -> torch.Tensor:
         threads = torch.get_num_threads()
-        # LAPACK's bits depend on the number of threads, and all ranks must find the same basis.
+        # LAPACK's bits depend on the number of threads, and all ranks must compute the same basis.
         torch.set_num_threads(1)
         try:
             return torch.linalg.qr(x).Q
@@ -125,7 +126,7 @@ class TorchOps(EagerControl):
         rows, flat = logits.flatten(0, -2), labels.flatten()
         if present is None or rows.is_cuda:  # to count the labels would wait for a GPU
             losses = F.cross_entropy(rows, flat, reduction="none")
-        else:  # BERT's logits are large, and one place in seven has a label
+        else:  # BERT's logits are large, and one token in seven has a label
             there = present.flatten().nonzero().flatten()
             some = F.cross_entropy(rows.index_select(0, there), flat[there], reduction="none")
             losses = torch.zeros_like(flat, dtype=some.dtype).index_copy(0, there, some)
@@ -135,7 +136,7 @@ class TorchOps(EagerControl):
         return x.detach()
 
     def softplus(self, x) -> torch.Tensor:
-        return torch.logaddexp(x, torch.zeros_like(x))  # torch's softplus is x from 20 on
+        return torch.logaddexp(x, torch.zeros_like(x))  # torch's softplus returns x from 20 on
 
     def sigmoid(self, x) -> torch.Tensor:
         return torch.sigmoid(x)
@@ -153,10 +154,10 @@ class TorchOps(EagerControl):
         return a.dot(b)
 
     def sum_of_squares(self, x) -> torch.Tensor:
-        """Add rows of ``ROW`` entries, then their sums: torch divides a single sum among threads, but no row."""
+        """Add up rows of ``ROW`` entries, then their sums: torch splits one long sum among threads, but not a row."""
         x = x.reshape(-1).pow(2)
         while len(x) > ROW:
-            # The rest, fewer than ROW entries, is added up alone.
+            # Add the remaining entries, fewer than ROW.
             whole = len(x) // ROW * ROW
             x = torch.cat([x[:whole].view(-1, ROW).sum(1), x[whole:].sum(0, keepdim=True)])
         return x.sum()

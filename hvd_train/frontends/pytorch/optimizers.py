@@ -1,7 +1,7 @@
-"""PyTorch's optimizers over flat buckets. A kernel moves lists of tensors in place: buckets, parts of them, or views.
+"""PyTorch's optimizers over flat buckets. A kernel updates lists of tensors in place: buckets, parts of them, or views.
 
-torch's functions are the reference formulas. Its optimizer classes are not used: they load torch's compiler only to
-switch it off for themselves, which takes 75 MB and 1.3 s of every rank.
+torch's functions are the reference formulas. Its optimizer classes are not used: they import torch's compiler only to
+disable it, which takes 75 MB and 1.3 s on every rank.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Total = formulas.Total
 
 
 class Kernel(Protocol):
-    """A formula that moves weights.
+    """A formula that updates weights.
 
-    ``slots``: their names; ``counts_steps``: whether it needs the number of the step; ``per_tensor``: whether its norms
-    belong to tensors, so that it wants each tensor in its shape and none of them in parts.
+    ``slots``: their names; ``counts_steps``: whether it needs the number of the step; ``per_tensor``: whether it uses
+    norms of tensors, and so needs whole tensors in their shapes.
     """
 
     slots: tuple[str, ...]
@@ -47,8 +47,10 @@ class Kernel(Protocol):
         learning_rate: float,
         total: Total | None = None,
     ) -> None:
-        """Move weights and slots in place. ``steps``: () float32 for each weight, counted up here. ``total``: joins the
-        norms of tensors of which this rank has parts."""
+        """Update weights and slots in place. ``steps``: () float32 for each weight, incremented here.
+
+        ``total``: sums the norms of tensors that are divided among ranks.
+        """
 
 
 class SGD:
@@ -81,7 +83,7 @@ class Adam:
 
 
 class FormulaKernel:
-    """A formula of the table of optimizers, which knows no framework."""
+    """A formula of the framework-independent table of optimizers."""
 
     def __init__(self, options: OptimConfig, ops: TorchOps) -> None:
         self.options, self.ops, spec = options, ops, OPTIMIZERS[options.name]
@@ -92,11 +94,11 @@ class FormulaKernel:
         t = None
         if self.counts_steps:
             torch._foreach_add_(steps, 1)
-            t = steps[0].double()  # (), in 64 bits, as 1 - beta^t cancels in 32
+            t = steps[0].double()  # (), in 64 bits: 1 - beta^t cancels in 32
 
         @cache
         def there(device: torch.device) -> tuple[Any, ...]:
-            # The rate of a schedule-free optimizer is a tensor.
+            # A schedule-free optimizer's learning rate is a tensor.
             now, rate = (x.to(device) if isinstance(x, torch.Tensor) else x for x in (t, learning_rate))
             return now, rate, self.options, self.ops.at(device)
 
@@ -106,7 +108,7 @@ class FormulaKernel:
         if self.per_tensor and total:
             results = formulas.side_by_side([*results], total)
         elif self.per_tensor:
-            # One tensor after the other, which needs the least memory.
+            # One tensor at a time, which needs the least memory.
             results = (formulas.side_by_side([one], formulas.whole)[0] for one in results)
         for weight, old, (loss, *new) in zip(weights, zip(*slots, strict=True), results, strict=True):
             weight.sub_(loss)
@@ -122,7 +124,7 @@ def make_kernel(options: OptimConfig, ops: TorchOps) -> Kernel:
 
 
 class Part(NamedTuple):
-    """The tensors that one kernel moves: ``weights`` and ``slots`` as it takes them, those of the buckets ``flats``."""
+    """The tensors of one kernel: ``weights`` and ``slots`` in the form that it takes, and the buckets' ``flats``."""
 
     kernel: Kernel
     rule: Rule
@@ -134,7 +136,7 @@ class Part(NamedTuple):
 
 
 class FlatWeights:
-    """Parameters, read and assigned by flat buckets; (n,) each, read on the device ``_home``."""
+    """Parameters, read and assigned by flat buckets, (n,) each; read on the device ``_home``."""
 
     _flats: list[Flat]
     _home: torch.device
@@ -155,8 +157,8 @@ class FlatWeights:
 class FlatOptimizer(FlatWeights, NamedArrays):
     """A kernel over flat weights, each with a flat tensor for each slot.
 
-    Slots are made at once, so that every checkpoint has them. A bucket has tensors of one rule of ``optim.groups``;
-    each rule has a kernel.
+    Slots are made at once, so that every checkpoint has them. All tensors of a bucket have the same rule of
+    ``optim.groups``; each rule has a kernel.
     """
 
     words = 2
@@ -170,7 +172,7 @@ class FlatOptimizer(FlatWeights, NamedArrays):
         places: dict[Rule, list[int]] = {}
         for b, flat in enumerate(flats):
             places.setdefault(rule_of(options, layouts[flat.names[0]].name), []).append(b)
-        # Cut once: views of 200 layers take 1 ms, and weights and slots move in place.
+        # Make the views once: for 200 layers this takes 1 ms. Weights and slots are updated in place.
         self._parts = [
             Part(
                 make_kernel(rule.options(options), ops),
@@ -193,11 +195,11 @@ class FlatOptimizer(FlatWeights, NamedArrays):
             part.kernel(part.weights, self._for_kernel(part.flats, aligned), part.slots, part.steps, rate)
 
     def slot(self, name: str, bucket: int) -> torch.Tensor:
-        """Return (n,): a slot of the weights of a bucket; not to be changed in place."""
+        """Return (n,): a slot of a bucket's weights; do not change it in place."""
         return self._flats[bucket].packed(self.slots[name][bucket]).to(self._home)
 
     def _for_kernel(self, flats: list[Flat], tensors: Tensors) -> Tensors:
-        """Return a flat tensor of each bucket, or views in the shapes of the weights where norms belong to tensors.
+        """Return a flat tensor for each bucket, or views in the weights' shapes if the kernel uses norms of tensors.
 
         Biases and scales are (n,), whatever shape they have in the model.
         """
@@ -224,13 +226,13 @@ class FlatOptimizer(FlatWeights, NamedArrays):
         tensors = self._tensors()
         for key, array in arrays.items():
             tensors[key].copy_(torch.from_numpy(np.asarray(array)))
-        # A checkpoint has one number of steps, and torch's kernels want one for each bucket.
+        # A checkpoint has one number of steps; torch's kernels want one for each bucket.
         for first, *others in self._counts().values():
             for steps in others:
                 steps.copy_(first)
 
     def _counts(self) -> dict[str, Tensors]:
-        """Return the numbers of steps by their keys, as many as buckets count alike."""
+        """Return {key: its step counters}, which are equal."""
         counts: dict[str, Tensors] = {}
         for part in self._parts if self.kernel.counts_steps else ():
             counts.setdefault(step_key(part.rule), []).extend(part.steps)
@@ -238,5 +240,5 @@ class FlatOptimizer(FlatWeights, NamedArrays):
 
 
 def array_of(x: torch.Tensor) -> np.ndarray:
-    """Return a tensor's numbers as they lie, not copied on a CPU."""
+    """Return a tensor's numbers in memory order, without a copy on a CPU."""
     return x.detach().cpu().numpy()

@@ -21,7 +21,7 @@ from hvd_train.protocol import Groups, Sample
 
 
 class PlacedPyTorch(Placed, PyTorchInBlocks):
-    """Autograd brings the gradients back to their devices. They are exchanged on the first one."""
+    """A front-end with several devices: autograd returns gradients to their devices, the first one exchanges them."""
 
     def __init__(self, config: FrontEndConfig, groups: Groups, sample: Sample) -> None:
         super().__init__(config, groups, sample)
@@ -29,7 +29,7 @@ class PlacedPyTorch(Placed, PyTorchInBlocks):
             self._seed = self._seed_devices
 
     def _on_devices(self, model: torch.nn.Module) -> torch.nn.Module:
-        # The model is built on the CPU, as no device needs to have room for all of it.
+        # Build the model on the CPU: it may not fit on one device.
         where = f"model.name: {self.config.model.name}"
         self.model = model = model.to("cpu", self.dtype)
         if lazy(model):
@@ -72,13 +72,13 @@ class PlacedPyTorch(Placed, PyTorchInBlocks):
     def _outputs(self, inputs: Mapping[str, torch.Tensor]) -> Any:
         x: Any = inputs
         for number, block in enumerate(self._blocks):
-            if block.training != self.model.training:  # a block of the zoo is not a layer of the model
+            if block.training != self.model.training:  # a zoo block is not a layer of the model
                 block.train(self.model.training)
             x = self._run_block(block, x, number == 0)
         return self._result(checked(x, self.config.model.name))
 
     def _overlap(self) -> bool:
-        return False  # autograd has a thread for each device, and exchanges start in one order
+        return False  # autograd has a thread per device, but exchanges must start in one order
 
     def _wait(self) -> None:
         for device in self.devices:
@@ -86,7 +86,7 @@ class PlacedPyTorch(Placed, PyTorchInBlocks):
                 torch.cuda.synchronize(device)
 
     def _seed_devices(self, seed: int) -> None:
-        # Each device draws from a generator of its own. With one seed, all would draw the same masks.
+        # Each device has its own generator. With one seed, all would draw the same masks.
         torch.manual_seed(seed)
         for place, device in enumerate(self.devices[1:], 1):
             if device.type == "cuda":
@@ -96,7 +96,7 @@ class PlacedPyTorch(Placed, PyTorchInBlocks):
 def _with_copies(
     block: torch.nn.Module, tied: Mapping[str, torch.Tensor], device: torch.device, *x: Any, **named: Any
 ) -> Any:
-    """Run a block with copies of weights that lie on another device; their gradients go back there."""
+    """Run a block with copies of tied weights from another device; their gradients go back there."""
     return functional_call(block, {name: one.to(device) for name, one in tied.items()}, x, named)
 
 

@@ -1,4 +1,4 @@
-"""Shapes of inputs and of weights in PyTorch."""
+"""Shapes of inputs and weights in PyTorch."""
 
 from __future__ import annotations
 

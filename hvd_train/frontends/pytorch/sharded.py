@@ -20,7 +20,7 @@ from hvd_train.update.sharded import pieces
 
 
 class Piece(NamedTuple):
-    """The consecutive entries of a tensor, as it lies in its bucket, that are this rank's to move."""
+    """The consecutive entries of a tensor, in its bucket's memory order, that this rank updates."""
 
     flat: Flat
     member: int  # of the bucket
@@ -29,14 +29,16 @@ class Piece(NamedTuple):
     layout: Layout
 
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
-        """Return a view of this piece of a bucket: (n, 1) for a piece of a matrix and (n,) for one of a vector, for
-        layer-wise formulas treat biases and scales apart."""
+        """Return a view of this piece of a bucket: (n, 1) for a matrix, (n,) for a vector.
+
+        Layer-wise formulas treat biases and scales differently.
+        """
         part = self.flat.parts(bucket)[self.member][self.first : self.last]
         return part if self.layout.is_vector else part.view(-1, 1)
 
 
 class ShardedOptimizer(ShardedSlots):
-    """A kernel over pieces of tensors. Slots are made for them alone."""
+    """A kernel over pieces of tensors. Slots cover only these pieces."""
 
     def __init__(
         self,
@@ -55,17 +57,17 @@ class ShardedOptimizer(ShardedSlots):
             ]
             for b, flat in enumerate(flats)
         ]
-        # Views of the buckets, cut once: a piece is cut from all parts of its bucket, 400 times for 200 layers.
+        # Make the views once: to find a piece, a bucket is split into all its parts, 400 times for 200 layers.
         self._weights = [[piece.of(piece.flat.weight) for piece in bucket] for bucket in self._pieces]
         weights = [w for bucket in self._weights for w in bucket]
         self.slots = {name: [torch.zeros_like(w) for w in weights] for name in self.kernel.slots}
         self.steps = [torch.zeros((), dtype=torch.float32, device=w.device) for w in weights]
-        # Where norms are joined over the ranks, all of them ask for the same tensors, also with nothing of one.
+        # If norms are added over ranks, every rank must ask for every tensor, even without entries of it.
         self._moved = [k for k, w in enumerate(weights) if len(w) or self.kernel.per_tensor]
         rules = [rule_of(options, piece.layout.name) for piece in self._all()]
         self._parts = [
             (make_kernel(rule.options(options), ops), rule, [k for k in self._moved if rules[k] == rule])
-            for rule in dict.fromkeys(rules)  # in the same order on all ranks, which join norms
+            for rule in dict.fromkeys(rules)  # the same order on all ranks, which add norms
         ]
 
     def _all(self) -> Iterator[Piece]:
@@ -73,7 +75,7 @@ class ShardedOptimizer(ShardedSlots):
 
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
-        """``gradients``: (n,) of this rank's part of each bucket."""
+        """Update the weights. ``gradients``: (n,) of this rank's part of each bucket."""
         weights = [w for bucket in self._weights for w in bucket]
         split = [
             part
@@ -90,13 +92,13 @@ class ShardedOptimizer(ShardedSlots):
         return [w.view(-1) for w in self._weights[bucket]]
 
     def slot(self, name: str, bucket: int) -> torch.Tensor:
-        """Return (n,): a slot of the same weights."""
+        """Return (n,): a slot of this rank's part of a bucket."""
         start = sum(map(len, self._pieces[:bucket]))
         return torch.cat([x.view(-1) for x in self.slots[name][start : start + len(self._pieces[bucket])]])
 
     @torch.no_grad()
     def take(self, bucket: int, bounds: tuple[int, int], weights: torch.Tensor) -> None:
-        """Take (n,): the weights of a bucket between ``bounds``."""
+        """Assign (n,) to a bucket's weights between ``bounds``."""
         flat = self._flats[bucket]
         cuts = pieces(flat.sizes, *bounds)
         parts = [part[first:last] for part, (first, last) in zip(flat.parts(flat.weight), cuts, strict=True)]
@@ -107,7 +109,7 @@ class ShardedOptimizer(ShardedSlots):
     def _step_reader(self) -> Callable[[], np.ndarray] | None:
         if not self.kernel.counts_steps:
             return None
-        return lambda: array_of(self.steps[(self._moved or [0])[0]])  # a piece that is not moved counts no steps
+        return lambda: array_of(self.steps[(self._moved or [0])[0]])  # an empty piece counts no steps
 
     @torch.no_grad()
     def _load_step(self, step: np.ndarray) -> None:

@@ -18,14 +18,14 @@ from hvd_train.protocol import Groups, Sample
 
 
 class Kept(NamedTuple):
-    """The record of a forward pass for backward: the stage's input, and its output or, on the last stage, the loss."""
+    """What backward needs from a forward pass: the stage's input, and its output or, on the last stage, the loss."""
 
     x: torch.Tensor | None
     output: torch.Tensor
 
 
 def block_seed(seed: int, number: int) -> int:
-    """Return the seed of a block's forward pass: each block draws other masks, whichever stage it is in."""
+    """Return the seed of a block's forward pass: each block draws different masks, on whatever stage it is."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/block {number}".encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -36,15 +36,15 @@ class StagedPyTorch(Staged, PyTorchInBlocks):
         self._blocks = blocks_of(self.model, self._module, config.model.name)
 
     def _overlap(self) -> bool:
-        return False  # gradients of a bucket are final after the last micro-batch alone
+        return False  # a bucket's gradients are final only after the last micro-batch
 
-    # ---- the blocks, once
+    # ---- setting up the blocks
 
     def _keep_blocks(self, first: int, last: int) -> None:
         self.model = torch.nn.Sequential(*self._blocks[first:last])
         self._begin, self._blocks = first, []
 
-    # ---- within a step
+    # ---- during a step
 
     def _no_sums(self) -> torch.Tensor:
         return torch.zeros(self.task.length, dtype=torch.float64, device=self.device)
@@ -53,7 +53,7 @@ class StagedPyTorch(Staged, PyTorchInBlocks):
         sums.copy_(values.detach())
 
     def _run_stage(self, placed: Any, x: torch.Tensor | None, seed: int | None = None) -> Any:
-        """Return the output of the stage's blocks; ``seed``: of training."""
+        """Return the output of the stage's blocks; ``seed``: given in training."""
         output: Any = placed[0] if x is None else x
         for number, block in enumerate(self.model, self._begin):
             if seed is not None:

@@ -1,4 +1,4 @@
-"""A torch optimizer of the user over flat buckets: parameters and their gradients are views of them."""
+"""A torch optimizer of the user on parameters and gradients that are views of flat buckets."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ STEPS = f"{PREFIX}/steps"
 
 
 class UserOptimizer(FlatWeights):
-    """``optim.name: package.module:function``. The schedule sets the rate of the first group; others keep their ratio.
+    """``optim.name: package.module:function``. The schedule sets the first group's rate; the others keep their ratio.
 
-    A checkpoint has its state by the parameters' names, in torch's shapes: ``slots/torch/PARAMETER/STATE``.
+    A checkpoint has its state by parameter name, in torch's shapes: ``slots/torch/PARAMETER/STATE``.
     """
 
     def __init__(self, options: OptimConfig, flats: list[Flat], layouts: Mapping[str, Layout]) -> None:
         self._flats, self._home = flats, flats[0].weight.device
         self._where = f"optim.name: {options.name}"
         moved = {n: p for flat in flats for n, p in zip(flat.names, flat.parameters, strict=True)}
-        # In the model's order, which is the one that the user's function may count by; buckets begin at its end.
+        # In the model's order, which the user's function may rely on; buckets begin with the model's last parameters.
         self._parameters = {n: moved[n] for n in layouts if n in moved}
         names = [layouts[n].name for n in self._parameters]
         self.optimizer = build_optimizer(options, list(self._parameters.values()), names, torch.optim.Optimizer)
@@ -52,13 +52,13 @@ class UserOptimizer(FlatWeights):
         first = groups[0]["lr"] or 1.0
         self._factors = [group["lr"] / first for group in groups]
         self._steps = 0
-        # {parameter: {state: tensor}} that the optimizer makes with itself, as Adagrad does.
+        # {parameter: {state: tensor}} that the optimizer's constructor makes, as Adagrad's does.
         self._first = {p: {key: _copied(x) for key, x in state.items()} for p, state in self.optimizer.state.items()}
-        # {parameter: {state: a tensor of its shape and type}}
+        # {parameter: {state: a tensor of its shape and type}}.
         self._kinds = self._try()
 
     def _try(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the state that a step makes, as zeros; the optimizer and the weights are then as before."""
+        """Return the state that a step would make, as zeros. Optimizer and weights do not change."""
         for name, x in vars(self.optimizer).items():
             if isinstance(x, torch.optim.Optimizer) and x.state is not self.optimizer.state:
                 self._refuse(f"'{name}' is an optimizer with slots and rates of its own")
@@ -116,7 +116,7 @@ class UserOptimizer(FlatWeights):
                 p.grad = g
         for group, factor in zip(self.optimizer.param_groups, self._factors, strict=True):
             group["lr"] = learning_rate * factor
-        if not self._steps:  # of a checkpoint without a step: this one makes the state
+        if not self._steps:  # the checkpoint is from before the first step, which makes the state
             self._begin()
         self.optimizer.step()
         self._steps += 1
@@ -136,7 +136,7 @@ class UserOptimizer(FlatWeights):
             yield key, partial(array_of, x)
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        """Take slots by these names; others stay as they are."""
+        """Assign slots by these names; others do not change."""
         self._steps = int(tree.get(STEPS, self._steps))
         for name, p in self._parameters.items():
             for key, zeros in self._kinds[name].items():
@@ -161,7 +161,7 @@ def _copied(x: Any) -> Any:
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Describe the attributes that may change with the steps: numbers, texts, arrays, lists and dicts of these."""
+    """Return the attributes that may change during training: numbers, strings, arrays, lists and dicts of these."""
     known = ("param_groups", "state", "defaults")
     return {n: _described(x) for n, x in vars(optimizer).items() if n not in known and not n.startswith("_opt")}
 
@@ -181,7 +181,7 @@ def _described(x: Any) -> Any:
 def flat_optimizer(
     options: OptimConfig, flats: list[Flat], layouts: dict[str, Layout], ops: TorchOps
 ) -> FlatOptimizer | UserOptimizer:
-    """Return the optimizer that ``optim.name`` names."""
+    """Make the optimizer that ``optim.name`` names."""
     if options.is_users:
         return UserOptimizer(options, flats, layouts)
     return FlatOptimizer(options, flats, layouts, ops)

@@ -1,4 +1,4 @@
-"""Files of PyTorch's weights, read without running any code of theirs."""
+"""Read files of PyTorch's weights without running code from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-DEEPEST = 3  # dictionaries in dictionaries: {"model": {"state_dict": ...}}
+DEEPEST = 3  # nesting of dictionaries: {"model": {"state_dict": ...}}
 
 
 def _state_dictionaries(path: Path) -> dict[str, dict[str, np.ndarray]]:
@@ -18,7 +18,7 @@ def _state_dictionaries(path: Path) -> dict[str, dict[str, np.ndarray]]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # of a damaged file, many
+    except Exception as error:  # damaged files raise many kinds
         raise ValueError(_refused(path) or "it is no file of torch.save, or a damaged one") from error
     found = dict(_within(content))
     if not found:
@@ -45,10 +45,10 @@ def _array(name: str, x: torch.Tensor) -> np.ndarray:
 
 
 def _refused(path: Path) -> str:
-    """Name what in a file is no weight, and could run code."""
+    """Name what in a file is no weight and could run code."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # it is damaged
+    except Exception:  # the file is damaged
         return ""
     return f"it holds {', '.join(sorted(names)[:4])}, and to read these could run code" if names else ""
 

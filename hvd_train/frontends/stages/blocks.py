@@ -11,15 +11,15 @@ from hvd_train.frontends.stages import NO_BLOCKS
 
 
 def joined(model: Any, block: type, chain: Callable[[list[Any]], Any]) -> Any:
-    """Return a list of blocks as the model ``chain`` makes of it, which runs them in turn; anything else as it is."""
+    """Turn a list of blocks into a model that runs them in order, by ``chain``. Other models are returned unchanged."""
     listed = isinstance(model, list | tuple) and model and all(isinstance(x, block) for x in model)
     return chain(list(model)) if listed else model
 
 
 def blocks_of(model: Any, module: ModuleType, name: str, chained: Callable[[Any], list[Any] | None]) -> list[Any]:
-    """Return the blocks of a model: as its file of the zoo says, or those that ``chained`` finds.
+    """Return the blocks of a model: from its zoo file's function, or found by ``chained``.
 
-    ``chained``: gives the parts of the framework's ``Sequential``, None for other models. Raises ConfigError.
+    ``chained``: returns the layers of the framework's ``Sequential``, None for other models. Raises ConfigError.
     """
     if ":" not in name and hasattr(module, "blocks"):
         return list(module.blocks(model))

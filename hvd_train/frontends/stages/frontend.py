@@ -1,4 +1,4 @@
-"""The part of a front-end with pipeline stages that knows no framework: a step's turns, and what a stage keeps."""
+"""What front-ends with pipeline stages share: the order of forward and backward passes, and a stage's blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_train.protocol import Scale, StageLinks, Tree
 
 @dataclass
 class Micro:
-    """A micro-batch of a step; ``sums`` is filled where its forward pass has run, on the last stage."""
+    """A micro-batch of a step. The last stage fills ``sums`` after the forward pass."""
 
     placed: Any
     scale: Scale
@@ -27,13 +27,13 @@ class Micro:
 
 
 class Staged(InBlocks):
-    """The methods of a front-end whose rank holds some consecutive blocks of the model; comes before the framework's.
+    """A front-end whose rank holds consecutive blocks of the model; mixed in before the framework's class.
 
-    Micro-batches are collected until ``train_step``, which takes them through the stages. Gradients are added in the
-    order of the micro-batches, so a step has the numbers of one process that accumulates them.
+    ``train_step`` runs all micro-batches collected since the last one. Gradients are added in the order of the
+    micro-batches, so the numbers are those of one process that accumulates them.
     """
 
-    # (index into specs, stages that hold the tensor) of weights that several stages use.
+    # (index into specs, stages that hold the tensor) of weights shared by several stages.
     ties: Sequence[tuple[int, tuple[int, ...]]] = ()
 
     def _begin_stages(self, links: StageLinks | None) -> None:
@@ -41,20 +41,20 @@ class Staged(InBlocks):
         self.links, self.stage, self.stages = links, links.stage, links.size
         self.first, self.last = self.stage == 0, self.stage == self.stages - 1
         self._micros: list[Micro] = []
-        # {key: an array of the shape, without memory} of the whole model.
+        # {key: an array of its shape that takes no memory} of the whole model.
         self.whole: Tree = {}
         for prefix, tensors in (("weights", self._trainable), ("statistics", self._fixed)):
             layouts = [self.layouts[name] for name in tensors]
             self.whole |= {f"{prefix}/{one.name}": np.broadcast_to(0.0, one.shape) for one in layouts}
 
-    # ---- the blocks, once
+    # ---- setting up the blocks
 
     @abstractmethod
     def _keep_blocks(self, first: int, last: int) -> None:
-        """Keep the blocks from ``first`` up to ``last``, and free all others."""
+        """Keep the blocks from ``first`` to ``last`` - 1, and free all others."""
 
     def take_split(self, split: Sequence[int]) -> None:
-        """Keep this rank's blocks; ``split``: how many each stage has."""
+        """Keep this rank's blocks; ``split``: the number of blocks of each stage."""
         holders = self._holders(split)
         empty = [k for k in range(self.stages) if not any(k in holders[name] for name in self._trainable)]
         if empty:
@@ -67,26 +67,26 @@ class Staged(InBlocks):
         self.ties = [(i, stages) for i, stages in enumerate(held) if len(stages) > 1]
         self._keep_blocks(first, first + split[self.stage])
 
-    # ---- within a step
+    # ---- during a step
 
     @abstractmethod
     def _forward_stage(self, micro: Micro, x: Any) -> tuple[Any, Any]:
         """Return the stage's output and what its backward pass needs; ``x``: the input, None on the first stage.
 
-        On the last stage the output is the sums, and what is kept includes the loss.
+        On the last stage the output is the sums, and the second value includes the loss.
         """
 
     @abstractmethod
     def _backward_stage(self, kept: Any, gradient: Any) -> Any:
-        """Add the gradients of the stage's weights; return that of its input. ``gradient``: None on the last stage."""
+        """Add the gradients of the stage's weights; return the input's. ``gradient``: None on the last stage."""
 
     @abstractmethod
     def _finish_step(self, learning_rate: float, unscale: float) -> None:
-        """Exchange the gradients, and move the weights."""
+        """Exchange the gradients, and update the weights."""
 
     @abstractmethod
     def _evaluate_stage(self, placed: Any, x: Any) -> Any:
-        """Return the stage's output in evaluation, on the last stage the sums."""
+        """Return the stage's output in evaluation mode, or on the last stage the sums."""
 
     @abstractmethod
     def _pack(self, x: Any) -> Message: ...
@@ -96,7 +96,7 @@ class Staged(InBlocks):
 
     @abstractmethod
     def _no_sums(self) -> Any:
-        """Return sums of zeros, which ``_fill`` can change."""
+        """Return sums of zeros, to be filled by ``_fill``."""
 
     @abstractmethod
     def _fill(self, sums: Any, values: Any) -> None: ...
@@ -124,7 +124,7 @@ class Staged(InBlocks):
         return sums
 
     def _receive(self, side: int, word: str) -> Any:
-        """Receive from the stage before (-1) or behind (1); None where there is none."""
+        """Receive from the previous (-1) or next (1) stage; None if there is none."""
         other = self.stage + side
         return self._unpack(self.links.receive(other, word)) if 0 <= other < self.stages else None
 
@@ -144,12 +144,12 @@ class Staged(InBlocks):
         raise ConfigError("no rank has the whole model", where="parallel.pipeline", fix="predict with the checkpoint")
 
     def _measure_error(self, placed: Any, scale: Scale, seed: int) -> Any:
-        raise NotImplementedError  # refused by the configuration
+        raise NotImplementedError  # the configuration rejects this
 
     def waited(self) -> float:
         return super().waited() + self.links.waited
 
-    # ---- for the update
+    # ---- called by the update
 
     @abstractmethod
     def joined(self, x: Any, stages: Sequence[int], word: str) -> Any:

@@ -1,4 +1,4 @@
-"""The part of a front-end of blocks that knows no framework: their cost, which belong together, what cannot be cut."""
+"""What front-ends with blocks share: measuring, splitting and checking the blocks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.stages.split import Cost, balanced, listed, stage_of
 from hvd_train.protocol import Batch, Sample, made_up
 
-TURNS = 3  # of a block that is measured; the fastest counts
+TURNS = 3  # measurements of a block; the fastest counts
 
 
 class InBlocks(StateTree):
-    """The methods of a front-end whose model is a list of blocks; comes before the framework's.
+    """A front-end whose model is a list of blocks; mixed in before the framework's class.
 
-    ``PART``: what has some of the blocks; ``KEY``: the key that says how many there are.
+    ``PART``: the word for what holds some of the blocks; ``KEY``: the key with the number of parts.
     """
 
     PART = "stage"
     KEY = "parallel.pipeline"
-    UNTAKEN: tuple[type[Exception], ...]  # what a block raises that does not take its input
+    UNTAKEN: tuple[type[Exception], ...]  # what a block raises if its input does not fit
     config: FrontEndConfig
     _blocks: Sequence[Any]
     stage_table = ""
@@ -39,7 +39,7 @@ class InBlocks(StateTree):
 
     @abstractmethod
     def check_blocks(self) -> None:
-        """Raise ConfigError if a block takes or gives anything but one tensor of numbers."""
+        """Raise ConfigError unless each block's input and output is one tensor of numbers."""
 
     @abstractmethod
     def _title(self, block: Any) -> str:
@@ -47,10 +47,10 @@ class InBlocks(StateTree):
 
     @abstractmethod
     def _check_between(self, x: Any, block: str, where: str) -> None:
-        """Raise ConfigError if ``x``, the output of ``block``, is not one tensor of floating-point numbers."""
+        """Raise ConfigError unless ``x``, the output of ``block``, is one tensor of floating-point numbers."""
 
     def _in_turn(self, x: Any, each: Callable[[int, Any, Any], Any]) -> None:
-        """Run the blocks in turn by ``each(number, block, input)``; ``x``: the input of the first."""
+        """Run the blocks in order by ``each(number, block, input)``; ``x``: the input of the first."""
         where = f"model.name: {self.config.model.name}"
         for number, block in enumerate(self._blocks):
             title = f"block {number} ({self._title(block)})"
@@ -71,7 +71,7 @@ class InBlocks(StateTree):
 
     @abstractmethod
     def costs(self, batch: Batch) -> list[Cost]:
-        """Measure each block, forward and backward; nothing of the model changes."""
+        """Measure each block, forward and backward, without changing the model."""
 
     @abstractmethod
     def _names_of_blocks(self) -> list[set[str]]:
@@ -79,10 +79,10 @@ class InBlocks(StateTree):
 
     @abstractmethod
     def take_split(self, split: Sequence[int]) -> None:
-        """Give each part its blocks; ``split``: how many each has."""
+        """Assign each part its blocks; ``split``: the number of blocks of each."""
 
     def _holders(self, split: Sequence[int]) -> dict[str, set[int]]:
-        """Return the parts that hold each tensor, by its native name; raise ConfigError where that cannot be."""
+        """Return {native name of a tensor: parts that hold it}. Raises ConfigError for an impossible split."""
         names, part_of_block = self._names_of_blocks(), stage_of(split)
         holders: dict[str, set[int]] = {}
         for tensors, part in zip(names, part_of_block, strict=True):
@@ -103,7 +103,7 @@ class InBlocks(StateTree):
 
 
 def check_count(wanted: Sequence[int] | str, blocks: int, parts: int, part: str, key: str) -> None:
-    """Raise ConfigError if there are more parts than blocks, or ``wanted``, the split, does not count all blocks."""
+    """Raise ConfigError if there are more parts than blocks, or if the split ``wanted`` misses some blocks."""
     if blocks < parts:
         what = f"{amount(parts, part)} for {amount(blocks, 'block')}"
         raise ConfigError(what, where=f"{key}: {parts}", fix=f"set {key} to at most {blocks}")
@@ -113,9 +113,9 @@ def check_count(wanted: Sequence[int] | str, blocks: int, parts: int, part: str,
 
 
 def divide(frontend: InBlocks, parts: int, global_batch: int) -> list[int]:
-    """Divide the model, which each rank has built whole, into ``parts``; return how many blocks each has.
+    """Divide the model, which each rank has built as a whole, into ``parts``; return the number of blocks of each.
 
-    All ranks call it. Rank 0 measures, with its share of ``global_batch`` samples.
+    All ranks call it. Rank 0 measures the blocks on its share of ``global_batch`` samples.
     """
     config, world = frontend.config, frontend.groups.world
     wanted = config.parallel.split
@@ -140,7 +140,7 @@ def divide(frontend: InBlocks, parts: int, global_batch: int) -> list[int]:
 
 
 def tiled(batch: Batch, rows: int) -> Batch:
-    """Return a batch of ``rows`` samples, those of ``batch`` again and again."""
+    """Return a batch of ``rows`` samples, by repeating those of ``batch``."""
 
     def each(fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {name: np.resize(x, (rows, *x.shape[1:])) for name, x in fields.items()}
@@ -152,7 +152,7 @@ def tiled(batch: Batch, rows: int) -> Batch:
 
 
 def one_tensor(x: Any, block: str, where: str, kind: type, is_floating: Callable[[Any], bool]) -> None:
-    """Raise ConfigError if the output of ``block`` is not one tensor of floating-point numbers."""
+    """Raise ConfigError unless the output of ``block`` is one tensor of floating-point numbers."""
     if not isinstance(x, kind):
         what = f"{block} gives {type(x).__name__}, and not one tensor"
     elif not is_floating(x):

@@ -1,7 +1,7 @@
 """Tensors between the stages of one replica: a TCP connection between each two of its ranks.
 
-Horovod has no send and receive, and mpi4py does not reach ranks that Gloo connects. A message has a word that both
-sides know beforehand, so ranks that came apart are told instead of taking one tensor for another.
+Horovod has no send and receive, and mpi4py does not connect ranks under Gloo. A message has a word that the receiver
+knows beforehand, so ranks that are out of step raise an error instead of confusing two tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEAD = struct.Struct("<Iq")  # bytes of the description, bytes of the tensor
 
 
 class Message(NamedTuple):
-    """A tensor as it travels: ``kind`` is the name of its type, which NumPy need not know."""
+    """A serialized tensor; ``kind`` names its dtype, which NumPy may not have."""
 
     kind: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Message(NamedTuple):
 
 
 class Link:
-    """A connection to another rank. Sending never waits, for both sides may send at the same time."""
+    """A connection to another rank. Sending never blocks, because both sides may send at the same time."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(None)
@@ -49,14 +49,14 @@ class Link:
         self._thread.start()
 
     def send(self, word: str, message: Message) -> None:
-        """Send a tensor, whose memory must stay as it is until the other side has it."""
+        """Send a tensor, whose memory must not change until the other side has it."""
         if self._failed:
             raise LostRankError(f"{SOME_RANK} was lost")
         described = json.dumps([word, message.kind, message.shape]).encode()
         self._queue.put((HEAD.pack(len(described), message.data.nbytes) + described, message.data))
 
     def receive(self, word: str) -> Message:
-        """Wait for the next tensor, which must be that of ``word``. Raises LostRankError where the other has ended."""
+        """Wait for the next tensor, which must have this ``word``. Raises LostRankError if the other rank has ended."""
         described, length = HEAD.unpack(self._read(HEAD.size).tobytes())
         there, kind, shape = json.loads(self._read(described).tobytes())
         if there != word:
@@ -76,11 +76,11 @@ class Link:
                 described, data = item
                 self._connection.sendall(described)
                 self._connection.sendall(data.data)
-            except OSError:  # the next call of the other thread says it
+            except OSError:  # the next call from the main thread reports it
                 self._failed = True
 
     def _read(self, length: int) -> np.ndarray:
-        """Return (length,) uint8."""
+        """Read ``length`` bytes as (length,) uint8."""
         received = np.empty(length, np.uint8)
         view, done = received.data, 0
         while done < length:
@@ -95,7 +95,7 @@ class Link:
 
 
 class Links:
-    """The connections of a rank to the other stages of its replica. All ranks of the replica call the same."""
+    """The connections of a rank to the other stages of its replica. All ranks of the replica make the same calls."""
 
     def __init__(self, stage: int, links: dict[int, Link]) -> None:
         self.stage, self.size, self._links = stage, len(links) + 1, links
@@ -136,7 +136,7 @@ class Links:
         return message
 
     def sum(self, x: np.ndarray, stages: Sequence[int], word: str) -> np.ndarray:
-        """Return the sum over some stages, of which this is one, in their order: the same bits on each."""
+        """Return the sum over some stages, this one included, in their order: the same bits on each."""
         x = np.ascontiguousarray(x)
         message = Message(x.dtype.name, x.shape, x.reshape(-1).view(np.uint8))
         others = [stage for stage in stages if stage != self.stage]
@@ -150,7 +150,7 @@ class Links:
         return total
 
     def gather(self, data: bytes, word: str) -> list[bytes]:
-        """Collect the data of all stages on stage 0, in their order; the others get []."""
+        """Collect the data of all stages on stage 0, in their order; the others return []."""
         if self.stage:
             self.send(0, word, Message("bytes", (len(data),), np.frombuffer(data, np.uint8)))
             return []
@@ -162,7 +162,7 @@ class Links:
 
 
 def _reach(offer: Sequence[Any], stage: int) -> socket.socket:
-    """Connect to a rank by the first of its addresses that answers."""
+    """Connect to a rank at the first of its addresses that answers."""
     token, places, port = offer
     error: OSError = ConnectionError("no address")
     for address in places:
@@ -178,7 +178,7 @@ def _reach(offer: Sequence[Any], stage: int) -> socket.socket:
 
 
 def _accept(listener: socket.socket, token: bytes) -> tuple[socket.socket, int]:
-    """Return the next connection of a rank that knows the token, and its stage."""
+    """Accept the next connection of a rank that knows the token; return it and the rank's stage."""
     while True:
         connection, _ = listener.accept()
         connection.settimeout(CONNECT_SECONDS)

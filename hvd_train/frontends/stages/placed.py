@@ -1,4 +1,4 @@
-"""The part of a front-end with several devices that knows no framework: which device has which block and weight."""
+"""What front-ends with several devices per rank share: which device has which block and weight."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from hvd_train.protocol import TensorSpec
 
 
 class Placed(InBlocks):
-    """The methods of a front-end that places blocks on several devices of the rank; comes before the framework's.
+    """A front-end that places blocks on several devices of the rank; mixed in before the framework's class.
 
-    Activations move between the devices. The first device, home, gets the outputs of the model and computes the loss.
-    A weight that blocks of several devices use lies on the first of them.
+    Activations move between the devices. The first device gets the model's outputs and computes the loss. A weight that
+    blocks of several devices use is stored on the first of them.
     """
 
     PART = "device"
     KEY = "parallel.devices_per_rank"
-    places: Sequence[int] = ()  # of each block: a number of a device
-    _place_of: dict[str, int]  # of each tensor, by its native name
+    places: Sequence[int] = ()  # the device number of each block
+    _place_of: dict[str, int]  # {native name of a tensor: device number}
 
     @abstractmethod
     def _put(self) -> None:
-        """Move the tensors to their places."""
+        """Move the tensors to their devices."""
 
     @abstractmethod
     def _nbytes(self, name: str) -> int:
-        """Return the bytes of a tensor, by its native name."""
+        """Return the bytes of the tensor with this native name."""
 
     def _begin_devices(self) -> None:
-        """Place the blocks by the bytes of their weights, before anything is measured: one device may be too small."""
+        """Place the blocks by weight bytes, before they are measured: the whole may not fit on one device."""
         parts = self.config.parallel.devices_per_rank
         names = self._names_of_blocks()
         split = self.config.parallel.split
@@ -48,7 +48,7 @@ class Placed(InBlocks):
         self._put()
 
     def specs(self) -> list[TensorSpec]:
-        # No bucket has tensors of two devices.
+        # A bucket must not mix devices.
         names = list(self._moved)
         specs: list[TensorSpec] = super().specs()  # type: ignore[misc]  # of the framework's front-end
         return [replace(spec, place=self._place_of[name]) for spec, name in zip(specs, names, strict=True)]

@@ -1,7 +1,7 @@
-"""The order in which a pipeline stage takes its micro-batches forward and backward.
+"""The order in which a pipeline stage runs forward and backward passes of its micro-batches.
 
 ``gpipe``: all forward, then all backward (Huang et al. 2018, "GPipe"). ``1f1b``: one forward, one backward, as soon as
-that is possible (Narayanan et al. 2019, "PipeDream", with a flush after each step): as fast, and a stage keeps at most
+possible (Narayanan et al. 2019, "PipeDream", with a flush after each step). It is as fast, and a stage keeps at most
 as many micro-batches as there are stages.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Turn(NamedTuple):
-    """One micro-batch, forward or backward, through one stage."""
+    """The forward or backward pass of one micro-batch through one stage."""
 
     forward: bool
     micro: int
@@ -22,8 +22,12 @@ class Turn(NamedTuple):
 
 
 def turns(name: str, stages: int, micro_batches: int, stage: int) -> list[Turn]:
-    """Return the turns of a stage in one step. Backward passes come in the order of the micro-batches in each case, so
-    that gradients are added in that order and a schedule changes no number."""
+    """Return the passes of a stage in one step.
+
+    Backward passes are always in the order of the micro-batches, and so are the sums of gradients: the schedule does
+    not
+    affect the numbers.
+    """
     ahead = micro_batches if name == "gpipe" else min(stages - stage, micro_batches)
     forward = [Turn(True, k) for k in range(micro_batches)]
     backward = [Turn(False, k) for k in range(micro_batches)]
@@ -34,7 +38,7 @@ def turns(name: str, stages: int, micro_batches: int, stage: int) -> list[Turn]:
 
 
 def live(order: Sequence[Turn]) -> int:
-    """Return how many micro-batches a stage keeps at most between their forward and their backward pass."""
+    """Return how many micro-batches a stage keeps at most between forward and backward."""
     most = count = 0
     for turn in order:
         count += 1 if turn.forward else -1
@@ -43,5 +47,5 @@ def live(order: Sequence[Turn]) -> int:
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """Return the share of the time in which a stage waits, where all turns take equally long."""
+    """Return the fraction of time in which a stage is idle, if all passes take equally long."""
     return (stages - 1) / (micro_batches + stages - 1)

@@ -1,4 +1,4 @@
-"""Which blocks belong to which stage: as even as possible by measured time and memory."""
+"""Divide blocks among stages as evenly as possible by measured time and memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_train.report.tables import table
 class Cost(NamedTuple):
     """The cost of a block: ``seconds`` forward and backward of a micro-batch, and bytes.
 
-    ``weights``: bytes of its trainable weights; ``activations``: of its output for one micro-batch.
+    ``weights``: bytes of its trainable weights; ``activations``: bytes of its output for one micro-batch.
     """
 
     name: str
@@ -24,9 +24,10 @@ class Cost(NamedTuple):
 def balanced(costs: Sequence[tuple[float, ...]], stages: int) -> list[int]:
     """Return how many consecutive blocks each stage takes, such that the largest stage is as small as possible.
 
-    A stage is as large as the largest of its shares: of all time, of all memory. Each stage takes at least one block,
-    and something of what the last column counts; of several best ways it is the one whose first stages take fewest.
-    Exact, by dynamic programming.
+    The size of a stage is the largest of its shares of each column (time, memory). Each stage takes at least one block,
+    and
+    a nonzero share of the last column. Among equally good splits, the first stages take the fewest blocks. Exact, by
+    dynamic programming.
     """
     totals = [sum(column) or 1.0 for column in zip(*costs, strict=True)]
     sums = [[0.0] * len(totals)]
@@ -38,7 +39,7 @@ def balanced(costs: Sequence[tuple[float, ...]], stages: int) -> list[int]:
         return max(shares) if shares[-1] or not sums[-1][-1] else math.inf
 
     count = len(costs)
-    # best[s][k]: the largest stage of the best division of the blocks from k on into s stages, and its first stage.
+    # best[s][k]: for blocks k and later in s stages, the size of the largest stage and the length of the first.
     best = [{count: (0.0, 0)}]
     for left in range(1, stages + 1):
         rows = {}
@@ -60,7 +61,7 @@ def stage_of(split: Sequence[int]) -> list[int]:
 
 
 def listed(costs: Sequence[Cost], split: Sequence[int], title: str = "stage") -> str:
-    """Return the table of the stages or devices, with the share of each."""
+    """Format the table of stages or devices, with each one's share."""
     rows, at = [], 0
     seconds, weights = sum(c.seconds for c in costs), sum(c.weights for c in costs)
     for stage, count in enumerate(split):

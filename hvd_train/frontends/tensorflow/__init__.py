@@ -1,4 +1,4 @@
-"""Keras 3 on TensorFlow; Keras asks for its backend when it is imported."""
+"""Keras 3 on TensorFlow. The backend must be set before Keras is imported."""
 
 import os
 

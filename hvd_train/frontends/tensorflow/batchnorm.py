@@ -1,6 +1,6 @@
-"""Batch normalization on N ranks in Keras: what Keras' layer lacks is added to the instances of a model.
+"""Batch normalization on N ranks in Keras: extends the classes of a model's layers.
 
-Keras counts padding as samples, keeps the biased variance, and adds nothing over ranks outside ``tf.distribute``.
+Keras counts padding as samples, keeps the biased variance, and does not sum over ranks outside ``tf.distribute``.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from hvd_train.protocol import Communicator, Ops, Tensor
 
 
 class Context:
-    """The context of a model's layers: the ranks that join their statistics, and the samples' weights being traced."""
+    """What a model's layers share: the ranks that join their statistics, and the weights of the samples."""
 
     def __init__(self, communicator: Communicator, ops: Ops, sync: bool) -> None:
         self.communicator: Communicator = communicator if sync else Serial()
         self.ops = ops
-        self.fixed: set[int] = set()  # layers whose statistics were fixed at some time
+        self.fixed: set[int] = set()  # layers whose statistics have ever been fixed
         self.weights: Tensor = None  # (length,): 1 for a sample, 0 for padding
         self._of_steps, self._everyone = self.communicator, communicator
         self.gathers = False
-        self.rows: dict[str, tf.Variable] = {}  # by layer, of all samples that were gathered so far
+        self.rows: dict[str, tf.Variable] = {}  # {layer: row of all samples gathered so far}
 
     def gather(self, layers: Sequence[_Joined]) -> None:
-        """Add up these layers' statistics of all samples from now on. They normalize by those of the global batch."""
+        """From now on, add up these layers' statistics of all samples. They normalize by those of the global batch."""
         self.gathers, self.communicator = True, self._everyone
         for layer in layers:
             zeros = tf.zeros(1 + 2 * layer.moving_mean.shape[0], layer.moving_mean.dtype)
@@ -40,12 +40,12 @@ class Context:
                 self.rows[layer._wire] = tf.Variable(zeros, trainable=False)
 
     def gathered(self) -> None:
-        """Gather no more."""
+        """Stop gathering."""
         self.gathers, self.communicator = False, self._of_steps
 
 
 class _Joined(keras.layers.BatchNormalization):
-    """The call in training; comes before the layer's class, so names, variables and evaluation stay."""
+    """The call in training, mixed in before the layer's class: names, variables and evaluation do not change."""
 
     _context: Context
     _wire: str
@@ -75,10 +75,10 @@ class _Joined(keras.layers.BatchNormalization):
         return tf.cast(y, self.compute_dtype)
 
     def _value_weights(self, x, mask) -> tf.Tensor:
-        """1 for values that count and 0 for others: the shape of x with a channel axis of 1, other axes 1 or whole."""
+        """Return 1 for values that count, 0 for others, broadcastable to x; the channel axis is 1."""
         weights = tf.cast(self._context.weights, x.dtype)
         rows, length = x.shape[0], weights.shape[0]
-        # (samples, time, ...) was merged into (samples time, ...).
+        # (samples, time, ...) may have been merged into (samples time, ...).
         if rows != length:
             if rows is not None and rows % length:
                 what = f"batch normalization over a first axis of {rows} for {length} samples"
@@ -90,7 +90,10 @@ class _Joined(keras.layers.BatchNormalization):
         return value_weights
 
     def _normalize(self, x, value_weights, scale, bias) -> tuple[tf.Tensor, ...]:
-        """(y, values per channel (1,), means (C,), biased variances (C,)); one allgather, backward one allreduce."""
+        """Return (y, values per channel (1,), means (C,), biased variances (C,)).
+
+        One allgather forward, one allreduce backward.
+        """
         context, axis, channels = self._context, self.axis % len(x.shape), x.shape[self.axis]
         communicator = context.communicator
         others = [i for i in range(len(x.shape)) if i != axis]
@@ -98,7 +101,7 @@ class _Joined(keras.layers.BatchNormalization):
 
         @tf.custom_gradient
         def normalize(x, value_weights, scale, bias) -> tuple:
-            # How many values of a channel each weight stands for.
+            # The number of values per channel that share one weight.
             repeats = tf.size(x, tf.int64) // (tf.size(value_weights, tf.int64) * channels)
             # () values of a channel; mean, spread: (C,).
             count = tf.reduce_sum(value_weights) * tf.cast(repeats, x.dtype)
@@ -112,7 +115,7 @@ class _Joined(keras.layers.BatchNormalization):
             normal = (x - tf.reshape(mean, along)) * tf.reshape(inverse, along)
 
             def backward(gradient, *_) -> tuple:
-                # The parameters' gradients stay local: the exchange adds them like all others.
+                # The parameters' gradients stay local: the exchange adds them like all other gradients.
                 local = tf.reduce_sum(gradient, others), tf.reduce_sum(gradient * normal, others)
                 handle = communicator.allreduce_async(tf.stack(local), f"{self._wire}.backward")
                 means = communicator.synchronize(handle) / tf.maximum(total, 1.0)
@@ -131,7 +134,7 @@ class _Joined(keras.layers.BatchNormalization):
 
 
 def fix_statistics(model: keras.Model, paths: Collection[str]) -> None:
-    """Let the layers of these weights use their running statistics in training and leave them, and no other layer."""
+    """In training, make only the layers of these weights use their running statistics unchanged."""
     for layer in model._flatten_layers():
         if isinstance(layer, _Joined):
             fixed = any(v is not None and v.path in paths for v in (layer.gamma, layer.beta))
@@ -141,8 +144,10 @@ def fix_statistics(model: keras.Model, paths: Collection[str]) -> None:
 
 
 def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool, swa: bool = False) -> Context:
-    """Give every batch normalization of ``model`` the context, in place of the one that an earlier training left; the
-    instances change their class, nothing else. ``swa``: their statistics will be gathered anew."""
+    """Attach the context to every batch normalization of ``model``, replacing that of an earlier training.
+
+    Only the classes of the instances change. ``swa``: statistics will be recomputed for the averaged weights.
+    """
     context, native = Context(communicator, ops, sync), keras.layers.BatchNormalization
     for number, layer in enumerate(model._flatten_layers()):
         if not isinstance(layer, native):
@@ -159,13 +164,13 @@ def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool
         if layer.renorm:
             raise ConfigError("batch renormalization would count padding as samples", where=where, fix="renorm=False")
         attributes = {"_context": context, "_wire": f"batchnorm.{number}"}
-        attributes["__module__"] = kind.__module__  # a saved model names Keras' class
+        attributes["__module__"] = kind.__module__  # so that a saved model names Keras' class
         layer.__class__ = type(kind.__name__, (_Joined, kind), attributes)
     return context
 
 
 class Gathering:
-    """The part of a front-end that gathers running statistics of given weights."""
+    """The part of a front-end that recomputes running statistics for given weights."""
 
     model: keras.Model
     ops: Ops
@@ -189,7 +194,7 @@ class Gathering:
         self._batchnorm.gathered()
         for layer in self._norms():
             row = self._batchnorm.rows[layer._wire].value()
-            if row[0] == 0:  # no sample counts: the statistics of training stay
+            if row[0] == 0:  # no sample has weight: keep the statistics of training
                 continue
             mean, variance = of_all(row, self.ops)
             layer.moving_mean.assign(mean)

@@ -1,4 +1,4 @@
-"""Horovod over TensorFlow tensors, eagerly and within graphs."""
+"""Horovod over TensorFlow tensors, eagerly and in graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_train.frontends.traffic import Traffic
 
 
 class GraphTraffic(Traffic):
-    """A number of Python would count once, when a graph is traced; a variable counts whenever the graph runs."""
+    """A counter of bytes in a variable: a Python number would only count when a graph is traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,10 +31,11 @@ class GraphTraffic(Traffic):
 
 
 class HorovodTensorFlow(HorovodCommunicator):
-    """The handle of a transfer is its result: inside a graph TensorFlow itself knows what waits for what.
+    """Horovod in TensorFlow. The handle of a transfer is its result: TensorFlow's graph knows what depends on it.
 
-    Names are without the scope of the graph that they stand in: one rank may take a step alone while another, which
-    found its steps to be faster, takes it in a loop, and what they exchange must meet.
+    Transfers' names omit the scope of their graph. One rank may run a single step while another, whose steps were
+    faster,
+    runs several in a loop, and their transfers must match.
     """
 
     module = TENSORFLOW.horovod
@@ -54,10 +55,10 @@ class HorovodTensorFlow(HorovodCommunicator):
     @guarded
     def allreduce_async(self, x, name, op="sum") -> tf.Tensor:
         if op == "average" and x.dtype != tf.float64:
-            # Divided where Horovod copies it anyway; its own average takes a pass more. The factor has 32 bits.
+            # Divide where Horovod copies anyway: its own average takes another pass. The factor has 32 bits.
             return self._allreduce(x, name, self.hvd.Sum, prescale_factor=1 / self.size)
         if op == "adasum":
-            # Built with NCCL, Horovod takes the mean of a host's GPUs, and Adasum among hosts alone.
+            # With NCCL, Horovod averages over the GPUs of a host, and runs Adasum only between hosts.
             with tf.device("CPU:0"):
                 return self._allreduce(tf.identity(x), name, self.hvd.Adasum)
         return self._allreduce(x, name, {"sum": self.hvd.Sum, "average": self.hvd.Average}[op])
@@ -74,7 +75,7 @@ class HorovodTensorFlow(HorovodCommunicator):
         return self.hvd.alltoall(x, tf.constant(sizes, tf.int32), name=name, ignore_name_scope=True, **self._within)[0]
 
     def synchronize(self, handle) -> tf.Tensor:
-        # In a graph nobody but us knows how much was received.
+        # In a graph, nobody else knows how much was received.
         return tf.reshape(handle.add(handle.transfer), (handle.length,)) if isinstance(handle, RankParts) else handle
 
     @guarded
@@ -83,7 +84,7 @@ class HorovodTensorFlow(HorovodCommunicator):
 
     @guarded
     def _allgather(self, data, name) -> np.ndarray:
-        # A graph, for outside of one TensorFlow drops the name.
+        # A graph, because TensorFlow drops the name in eager mode.
         if name not in self._gathers:
             gather = functools.partial(self.hvd.allgather, name=name, ignore_name_scope=True, **self._within)
             self._gathers[name] = graph(gather).get_concrete_function(tf.TensorSpec([None], tf.uint8))

@@ -1,4 +1,4 @@
-"""The device of a rank in TensorFlow, and the types that it computes in."""
+"""The device of a rank in TensorFlow, and the dtypes of its computations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIXED = {"16-mixed": "mixed_float16", "bf16-mixed": "mixed_bfloat16"}
 
 
 def devices_of(config: FrontEndConfig, communicator: Communicator) -> list[str]:
-    """Return the devices of this rank, ``parallel.devices_per_rank`` of them."""
+    """Return the ``parallel.devices_per_rank`` devices of this rank."""
     gpus = tf.config.list_physical_devices("GPU")
     indices = gpus_of(config, communicator, len(gpus), "TensorFlow")
     tf.config.set_visible_devices([gpus[index] for index in indices], "GPU")
@@ -27,10 +27,10 @@ def devices_of(config: FrontEndConfig, communicator: Communicator) -> list[str]:
 
 
 def _cpus(count: int) -> list[str]:
-    """Divide the CPU into ``count`` logical devices, which TensorFlow takes for different ones."""
+    """Split the CPU into ``count`` logical devices."""
     if count == 1:
         return ["/CPU:0"]
-    # A process that has computed before, as a notebook, keeps the devices that it has.
+    # A process that has already computed, such as a notebook, cannot change its devices.
     with suppress(RuntimeError):
         parts = [tf.config.LogicalDeviceConfiguration()] * count
         tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)

@@ -1,4 +1,4 @@
-"""Files for plain Keras and, for Keras models of the user, for ONNX runtimes."""
+"""Export to plain Keras and, for users' own Keras models, to ONNX."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hvd_train.protocol import one_or_all
 
 
 def _model(trained: Trained, dtype: str) -> tuple[keras.Model, set[str], dict[str, tuple[int, ...]]]:
-    """Return the trained model, the modules that loading it needs besides Keras, and the shapes of its outputs."""
+    """Return the trained model, the modules needed to load it besides Keras, and the shapes of its outputs."""
     name, sample, kinds = trained.config.model.name, trained.sample, trained.inputs(dtype)
     tf.config.set_visible_devices([], "GPU")
-    # Keras numbers its layers: names must be those of the training.
+    # Keras numbers layers globally; restart, so that names are those of the training.
     keras.utils.clear_session()
     keras.config.set_floatx(dtype)
     keras.config.set_dtype_policy(dtype)
@@ -46,7 +46,7 @@ def _input_types(trained: Trained, dtype: str) -> dict[str, tuple[tuple[int, ...
 
 
 def to_keras(trained: Trained) -> Exported:
-    """A .keras file: architecture and weights."""
+    """Export a .keras file: architecture and weights."""
     model, modules, outputs = _model(trained, trained.dtype)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.keras"
@@ -60,7 +60,7 @@ def to_keras(trained: Trained) -> Exported:
 
 
 def to_onnx(trained: Trained) -> Exported:
-    """An ONNX model of 32 bits, input ``input`` and output ``logits``, for any number of samples."""
+    """Export a 32-bit ONNX model with input ``input`` and output ``logits``, for any batch size."""
     package, converter = onnx_packages("onnx", "tf2onnx")
     model, _, outputs = _model(trained, "float32")
     inputs = _input_types(trained, "float32")

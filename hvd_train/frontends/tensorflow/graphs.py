@@ -1,4 +1,4 @@
-"""Graphs of TensorFlow: how they are made, what they wait for, and which gradients travel together."""
+"""Helpers for TensorFlow's graphs: tracing, waiting, queued steps, and bucket sizes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import tensorflow as tf
 
 from hvd_train.protocol import Communicator, Packing, Sample
 
-# ``steps_per_execution: auto``: as many steps in a call as take this long or as much memory, at most.
+# ``steps_per_execution: auto``: the most time and memory of the steps of one call.
 CALL_SECONDS, CALL_BYTES, CALL_STEPS = 0.1, 64 << 20, 32
 
 
 def graph(function: Callable, **options: Any) -> Any:
-    """Make a ``tf.function`` that is traced as it stands, as Keras traces a model."""
-    # AutoGraph, which would rewrite our ``if`` and ``for``, takes 0.6 of the time of a trace.
+    """Make a ``tf.function`` without AutoGraph, as Keras does."""
+    # AutoGraph would rewrite our ``if`` and ``for``, and takes 0.6 of the time of a trace.
     return tf.function(function, autograph=False, **options)
 
 
 def signature(sample: Sample, arguments: Any, *axes: int | None) -> tuple[Any, ...]:
-    """Return the specs of (inputs, labels, weights, ...), after further ``axes``; lengths that vary are left open."""
+    """Return the specs of (inputs, labels, weights, ...) after additional ``axes``; varying lengths are None."""
     ragged = {name for name, field in (*sample.inputs.items(), *sample.labels.items()) if field.ragged}
 
     def spec(x: Any, varies: bool = False) -> tf.TensorSpec:
@@ -36,23 +36,23 @@ def signature(sample: Sample, arguments: Any, *axes: int | None) -> tuple[Any, .
 
 
 def same_shapes(a: Any, b: Any) -> bool:
-    """Return whether two batches have the same shapes, so that their steps run in one call."""
+    """Return whether two batches have the same shapes, so that their steps can run in one call."""
     return all(x.shape == y.shape for x, y in zip(tf.nest.flatten(a), tf.nest.flatten(b), strict=True))
 
 
 def columns(flat: Sequence[Sequence[Any]]) -> list[tf.Tensor]:
-    """Stack each argument of all steps, (steps, ...): a batch's tensors are on the device, numbers are not."""
+    """Stack each argument over all steps, (steps, ...): tensors, or numbers that are not on the device yet."""
     return [tf.stack(x) if tf.is_tensor(x[0]) else tf.constant(np.stack(x)) for x in zip(*flat, strict=True)]
 
 
 def seconds_waited() -> tf.Variable:
-    """Make the variable in which ``awaited`` counts."""
+    """Make the variable that accumulates seconds spent waiting."""
     with tf.device("/CPU:0"):
         return tf.Variable(0.0, trainable=False, dtype=tf.float64)
 
 
 def awaited(waits: tf.Variable, gradients: Sequence[Any], transfer: Callable[[], Any]) -> Any:
-    """Run ``transfer`` in a graph; ``waits`` counts the seconds from the last gradient to its end."""
+    """Run ``transfer`` in a graph; add the seconds from the last gradient to its end to ``waits``."""
     with tf.device("/CPU:0"), tf.control_dependencies(gradients):
         began = tf.timestamp()
     result = transfer()
@@ -62,9 +62,9 @@ def awaited(waits: tf.Variable, gradients: Sequence[Any], transfer: Callable[[],
 
 
 def in_thread(function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
-    """Return a function that calls ``function`` in a thread; what it returns waits for the result.
+    """Return a function that calls ``function`` in a thread, and returns a function that waits for the result.
 
-    A transfer outside of a graph blocks whoever calls it, and TensorFlow lets other threads compute meanwhile.
+    An eager transfer blocks its caller; in a thread, computations continue meanwhile.
     """
 
     def begin(*tensors: Any) -> Callable[[], Any]:
@@ -73,10 +73,10 @@ def in_thread(function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
         def work() -> None:
             try:
                 future.set_result(function(*tensors))
-            except BaseException as error:  # raised where the result is asked for
+            except BaseException as error:  # raised when the result is requested
                 future.set_exception(error)
 
-        # No pool, whose threads are joined at exit: a transfer to a lost rank may never end.
+        # Not a pool, whose threads are joined at exit: a transfer to a lost rank may never end.
         threading.Thread(target=work, daemon=True).start()
         return future.result
 
@@ -84,12 +84,12 @@ def in_thread(function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
 
 
 def transfer_in_thread(start: Callable[..., Any], finish: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
-    """Return what ``Parameters.in_background`` does."""
+    """Implement ``Parameters.in_background``."""
     return in_thread(graph(lambda *tensors: finish(start(*tensors))))
 
 
 class BetweenSteps:
-    """The part of a front-end that runs graphs other than steps."""
+    """The part of a front-end that runs graphs between steps."""
 
     _device: str
 
@@ -117,13 +117,13 @@ class BetweenSteps:
 
 
 def steps_per_call(seconds: float, batch: Sequence[tf.Tensor]) -> int:
-    """Return how many steps of ``seconds`` run in one call; as many batches as that fit into CALL_BYTES together."""
+    """Return how many steps of ``seconds`` run in one call, limited by CALL_BYTES of batches."""
     fits = CALL_BYTES // sum(x.shape.num_elements() * x.dtype.size for x in batch)
     return max(1, min(int(CALL_SECONDS / seconds), fits, CALL_STEPS))
 
 
 class Later:
-    """The sums of a step that waits for others, to run with them in one call."""
+    """The sums of a queued step, computed when they are read or the queue is full."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
@@ -136,7 +136,7 @@ class Later:
 
 
 def seed_generators(numbered: Sequence[tuple[int, Any]], seed: tf.Tensor) -> None:
-    """Give each generator, a variable with a number, its pair of uint32.
+    """Seed each of the model's generators, given with its number, by a pair of uint32.
 
     So masks depend on (seed, step, rank), and repeat after a resume.
     """
@@ -146,9 +146,9 @@ def seed_generators(numbered: Sequence[tuple[int, Any]], seed: tf.Tensor) -> Non
 
 
 def packing(communicator: Communicator) -> Packing:
-    """Return the limits of buckets for this network."""
+    """Return the bucket sizes for this network."""
     # Joining costs a copy each way, and saves messages, which are expensive over Gloo: with all but the largest tensors
-    # joined a small GPT is 1.9 times as fast, 200 thin layers 1.3 times, SINGA's CNN 1.2 times. One rank sends nothing,
-    # so it copies nothing.
+    # joined a small GPT is 1.9 times as fast, 200 thin layers 1.3 times, SINGA's CNN 1.2 times. A single rank sends
+    # nothing, so it copies nothing.
     large = 0 if communicator.size == 1 else 1 << 20 if communicator.mpi else 32 << 20
     return Packing(bucket_bytes=large, alone_bytes=large)

@@ -1,7 +1,7 @@
-"""Memory that the ranks of a host share, within TensorFlow's graphs: Python is called where ranks wait or copy.
+"""Memory shared by the ranks of a host, in TensorFlow's graphs, which call Python to wait and copy.
 
-TensorFlow's kernels write only into memory that TensorFlow allocates. So a rank moves its part of the weights there,
-and copies it to the common memory, from which the variables of all ranks read.
+TensorFlow's kernels write only to memory that TensorFlow allocates. So a rank updates its part of the weights there,
+and copies it to the common memory, which the variables of all ranks read.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hvd_train.protocol import HostSums
 
 
 def in_memory(memory: mmap.mmap, dtype: Any, entries: int, start: int) -> np.ndarray:
-    """Return the flat array that begins at byte ``start`` of a memory."""
+    """Return the flat array at byte ``start`` of a memory."""
     return np.frombuffer(memory, dtype, entries, start)
 
 
 class GraphMemory:
-    """``HostMemory`` whose waits are steps of a graph. ``lost``: the error of a wait, which TensorFlow hides."""
+    """``HostMemory`` whose waits are operations of a graph. ``lost``: the error of a wait, which TensorFlow hides."""
 
     def __init__(self, host: HostMemory) -> None:
         self._host = host
@@ -42,7 +42,7 @@ class GraphMemory:
         return GraphSums(self, self._host.sums(lengths))
 
     def run(self, graph: Callable, *arguments: Any) -> Any:
-        """Run a graph. Raises LostRankError where a rank that it waits for has ended."""
+        """Run a graph. Raises LostRankError if a rank that it waits for has ended."""
         try:
             return graph(*arguments)
         except tf.errors.OpError as error:
@@ -51,8 +51,10 @@ class GraphMemory:
             raise
 
     def call(self, work: Callable[..., Any], *arguments: tf.Tensor, gives: Any = None) -> tf.Tensor:
-        """Call ``work`` with arrays when the graph comes here, behind all calls before; return its array, of type
-        ``gives``. None: it returns nothing."""
+        """Add a call of ``work`` with arrays to the graph, after all earlier calls; return its array as a tensor.
+
+        ``gives``: the dtype; None: ``work`` returns nothing.
+        """
 
         def guarded(*arrays: np.ndarray) -> Any:
             try:
@@ -67,7 +69,7 @@ class GraphMemory:
 
 
 class GraphSums:
-    """``HostSums`` of a graph's tensors."""
+    """``HostSums`` of tensors in a graph."""
 
     def __init__(self, memory: GraphMemory, sums: HostSums) -> None:
         self._memory, self._sums = memory, sums
@@ -88,7 +90,7 @@ class GraphSums:
 
 
 class CommonWeights:
-    """Variables that read common memory. ``refresh`` is called when their values have come from elsewhere."""
+    """Variables backed by common memory. ``refresh`` is called after their values were assigned."""
 
     def __init__(self, memory: GraphMemory, variables: Iterable[Any]) -> None:
         self._memory, self.variables = memory, list(variables)
@@ -99,7 +101,7 @@ class CommonWeights:
             self._attach(variable, array)
 
     def write(self, pieces: Sequence[tuple[Any, int, int, tf.Tensor]]) -> None:
-        """Copy pieces to the common memory: entries [first, last) of a variable, in a graph."""
+        """Copy pieces to the common memory, in a graph: entries [first, last) of a variable."""
         places = {id(v): array for v, array in zip(self.variables, self._arrays, strict=True)}
         there = [(places[id(v)][first:last], x) for v, first, last, x in pieces if last > first]
 
@@ -111,15 +113,16 @@ class CommonWeights:
             self._memory.call(copy, *(x for _, x in there))
 
     def attach(self) -> None:
-        """Take the values of variables that were assigned, which all ranks do alike, and let them read here again.
+        """Copy newly assigned values to the common memory, and attach the variables to it again.
 
-        An assignment gives a variable other memory, and so must be noticed before the next step. Raises
-        ConfigError where ``assigned`` does not say that one is expected.
+        An assignment moves a variable to other memory, and so must be noticed before the next step. All ranks assign
+        the same
+        values. Raises ConfigError if ``assigned`` is not set: then the model has changed its weights.
         """
         refreshed = False
         for variable, array in zip(self.variables, self._arrays, strict=True):
             values = view(variable.value)
-            # What has no entries has no place, either.
+            # An empty array has no address.
             if array.size and values.ctypes.data != array.ctypes.data:
                 if not self.assigned:
                     what = f"{CHANGES} (as SpectralNormalization does)"
@@ -138,12 +141,12 @@ class CommonWeights:
 
 
 def after_reads(tensors: Sequence[tf.Tensor], variables: Iterable[Any], also: Any) -> list[tf.Tensor]:
-    """Return these tensors of a graph, not before all that it has computed from ``variables`` so far, and ``also``.
+    """Return ``tensors`` with control dependencies on ``also`` and all that was computed from ``variables`` so far.
 
-    TensorFlow lets a read of a variable see its memory, also later: other ranks may not change that before.
+    A read of a variable may alias its memory, which other ranks must not change before the value is used.
     """
     graph = tf.compat.v1.get_default_graph()
-    # By names, for TensorFlow may make a new object for the same operation.
+    # Compare names: TensorFlow may make a new object for the same operation.
     handles = {graph.capture(v.value.handle).name for v in variables}
     pending = [op for op in graph.get_operations() if any(x.name in handles for x in op.inputs)]
     known, last = {op.name for op in pending}, list[Any]()

@@ -1,4 +1,4 @@
-"""A Keras model in blocks: what they take and give, and their cost."""
+"""A Keras model in blocks: checks of their inputs and outputs, and their cost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TensorFlowInBlocks(InBlocks, TensorFlowFrontEnd):
             raise ConfigError(what, where=where, fix=f"switch mask_zero off, or set {self.KEY}: 1")
 
     def _inputs(self, inputs: Any) -> Any:
-        """Return what the first block takes: a tensor, or several by name."""
+        """Return the input of the first block: a tensor, or a dict of tensors."""
         return one_or_all({name: self._ready(inputs[name], field) for name, field in self._sample.inputs.items()})
 
     def check_blocks(self) -> None:

@@ -1,4 +1,4 @@
-"""Metric objects of Keras, as sums over samples."""
+"""Keras' metric objects, computed from sums over samples."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hvd_train.task.user_functions import for_each, no_comparison
 class KerasMetric:
     """A ``keras.metrics.Metric`` whose variables are sums.
 
-    ``sums`` are its variables one after the other, of one batch. ``result`` puts the sums of all batches and ranks in
-    their place and calls the object's ``result``, which computes in the type of its variables.
+    ``sums``: the concatenated variables of one batch. ``result`` assigns the sums of all batches and ranks to them and
+    calls the object's ``result``, which computes in their dtype.
     """
 
     def __init__(self, metric: keras.metrics.Metric) -> None:
@@ -28,15 +28,15 @@ class KerasMetric:
         metric, counts = self._metric, weights > 0
 
         def update() -> tf.Tensor:
-            # Some functions of Keras take no other type than the metric's, as those that look for the k largest. Those
-            # of intersection over union count in whole numbers, which outputs are not.
+            # Some of Keras' functions, such as top-k, need the metric's dtype. Those of intersection over union count
+            # in integers, which outputs are not.
             kind = tf.as_dtype(keras.backend.standardize_dtype(metric.dtype))
             of_type = for_each(lambda x: tf.cast(x, kind) if kind.is_floating else x, _rows(outputs, counts))
             metric.update_state(_rows(labels, counts), of_type)
             return tf.constant(0)
 
         metric.reset_state()
-        # Some metrics take no batch of nothing, which is what a rank has where all of its part is padding.
+        # Some metrics reject an empty batch, which a rank has if its part is all padding.
         tf.cond(tf.reduce_any(counts), update, lambda: tf.constant(0))
         return tf.concat([tf.reshape(tf.cast(v.value, tf.float64), (-1,)) for v in metric.variables], 0)
 
@@ -51,7 +51,7 @@ class KerasMetric:
 
 
 def library_metric(metric: Any, logits: bool) -> KerasMetric | None:
-    """Return the metric as sums; None: it is not of Keras. Its user tells it whether outputs are ``logits``."""
+    """Wrap the metric; None if it is not one of Keras. The user sets whether it takes ``logits``."""
     return KerasMetric(metric) if isinstance(metric, keras.metrics.Metric) else None
 
 

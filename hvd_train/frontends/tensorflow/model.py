@@ -66,20 +66,20 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self.config, self.groups = config, groups
         self.packing, self._sample = packing(groups.data), sample
         self._ragged = any(field.ragged for field in sample.inputs.values())
-        self._devices = devices_of(config, groups.world)  # the rank's; the first one has all but layers
+        self._devices = devices_of(config, groups.world)  # the first one has all but other devices' layers
         self._device = self._devices[0]
         self.ops = TensorFlowOps(self._device)
         self.task = Task(config.task, sample, self.ops)
         self.dtype = DTYPES.get(config.precision, "float32")
-        # Keras numbers its layers: names must not depend on models built before.
+        # Keras numbers layers globally: names must not depend on models built before.
         keras.utils.clear_session()
         keras.config.set_floatx(self.dtype)
         keras.config.set_dtype_policy(MIXED.get(config.precision, self.dtype))
         keras.utils.set_random_seed(config.seed)
         with tf.device(self._device):
-            # A variable, of which no graph makes a constant: see ``_ready``.
+            # A variable, so that a graph does not fold it into a constant; see ``_ready``.
             self._one = tf.Variable(1.0, trainable=False)
-        # Where there are several devices, none needs to have room for all of the model.
+        # With several devices, the whole model may not fit on one of them.
         with tf.device(self._device if len(self._devices) == 1 else "/CPU:0"):
             model, module, _ = build_model(TENSORFLOW.zoo, config, sample)
             self.model, self._module = joined(model), module
@@ -104,25 +104,25 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
                 self._trainable[path].assign(weight)
         self._compiled: dict[Any, Callable] = {}
         self._memory: GraphMemory | None = None
-        self._waits = seconds_waited()  # within steps
+        self._waits = seconds_waited()  # in steps
         self._call: Callable = lambda graph, *arguments: graph(*arguments)
         self._common: CommonWeights | None = None
         self._score, self._predict = graph(self._traced_score), graph(self._eval_outputs, reduce_retracing=self._ragged)
         self._probe_task(sample)
-        # What compares samples must not see padding. Stages exchange activations of one shape.
+        # Losses that compare samples must not see padding. Stages exchange activations of one shape.
         self._cuts_padding = self.task.compares_samples and config.parallel.pipeline == 1
 
     def _try_forward(self) -> None:
-        """Build a model that is not built, and show whether it takes what the data give."""
+        """Build the model if necessary, and check that it accepts the data's samples."""
         fields, plain = self._sample.inputs, len(self._sample.inputs) == 1
-        # A functional model leaves out what it does not take.
+        # A functional model ignores inputs that it does not declare.
         takes = getattr(self.model, "_inputs_struct", None)
         try:
             if plain and not any(field.whole for field in fields.values()):
                 known = self.model.built
                 if not known and isinstance(self.model, keras.Sequential):
                     self.model.build((None, *self._sample.input_shape))
-                # The layers of a subclass of Model get their weights in its first call, whatever ``built`` says.
+                # The layers of a subclass of Model get their weights in its first call, even if ``built`` is True.
                 unbuilt = any(not layer.built for layer in self.model._flatten_layers())
                 if not unbuilt and not (known and may_be_images(self._sample)):
                     return
@@ -179,23 +179,23 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self.queued: list[tuple[tuple[Any, ...], Later]] = []
         self.retrace()
         steps = self.config.steps_per_execution
-        # Micro-batches stand between steps, and whether a gradient was finite is asked after each. A GPU has work
-        # while Python prepares more.
+        # Run steps one by one if micro-batches come between them, or each is checked for finite gradients. A GPU is
+        # busy while Python prepares the next step.
         self._alone = self.config.micro_batches > 1 or self.config.checks_gradients
         self._alone |= steps == 1 or (steps == "auto" and self._device != "/CPU:0")
         self._per_call: int = 1 if steps == "auto" else steps
-        self._calls, self._seconds = 0, math.inf  # of a step, the fastest
+        self._calls, self._seconds = 0, math.inf  # of the fastest step
         self._compression_error = graph(self._traced_compression_error)
         self._gather = graph(self._traced_statistics)
 
     def retrace(self) -> None:
         self.run_queued()
         self._step = graph(self._traced_step)
-        self._steps: dict[int, Callable] = {}  # by the rows of a batch
+        self._steps: dict[int, Callable] = {}  # {rows of a batch: graph}
 
     def to_device(self, batch: Batch) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
-        """Place a batch, in most cases with its padding, so that shapes never change; inputs as they are stored."""
-        # The graph scales inputs, where that costs no further call.
+        """Move a batch to the device in its stored dtype, mostly with its padding, so that shapes never change."""
+        # The graph scales the inputs, so that this takes no additional call.
         rows = self._rows(batch)
         with tf.device(self._device):
             inputs = {name: tf.constant(batch.inputs[name][:rows]) for name in self._sample.inputs}
@@ -209,7 +209,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             return labels, tf.constant(batch.weights[:rows].astype(self.dtype, copy=False))
 
     def _rows(self, batch: Batch) -> int:
-        """Return how many rows of a batch are placed; one row of padding stays where there is no sample."""
+        """Return how many rows of a batch are moved: at least one, even without samples."""
         return max(batch.count, 1) if self._cuts_padding else len(batch.weights)
 
     def add_gradients(self, placed, scale: Scale, seed: int) -> tf.Tensor:
@@ -237,8 +237,8 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         """Run a graph of (inputs, labels, weights, ...)."""
         if self._common:
             self._common.attach()
-        # To find the one of a batch's shapes among others takes TensorFlow 0.4 ms a call. Fields have one shape each,
-        # so the length of the weights, arguments[2], identifies it.
+        # TensorFlow takes 0.4 ms a call to find the graph for a batch's shapes. Each field has one shape, so the length
+        # of the weights, arguments[2], identifies it.
         key = graph, arguments[2].shape[0]
         if key not in self._compiled:
             self._compiled[key] = graph.get_concrete_function(*graphs.signature(self._sample, arguments))
@@ -295,13 +295,13 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
 
     def _backward(self, inputs, labels, weights, scale, seed) -> tuple[list[tf.Tensor], tf.Tensor]:
         self._begin_forward(weights, seed)
-        # watch_accessed_variables=False, or the tape would record variables that are not trained.
+        # watch_accessed_variables=False, or the tape would record non-trainable variables.
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             variables = [v.value for v in self._moved.values()]
             tape.watch(variables)
             loss, sums = self.task(self._outputs(inputs, training=True), labels, weights, scale)
             check_none_is_late(self.model, self._trainable, self.config.model.name)
-            # By samples: a loss may have no label in a step.
+            # Weighted by samples: a loss may have no label in a step.
             share = scale[-1] * tf.cast(sums[self.task.samples], self.dtype)
             loss += penalty(self.model, share, f"model.name: {self.config.model.name}")
         gradients = tape.gradient(loss, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
@@ -317,7 +317,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
 
     def _ready(self, x, field: Field) -> tf.Tensor:
         """Scale an array as its field says."""
-        # A graph makes a multiplication of a division by a constant, and other bits: what is multiplied by a variable
+        # A graph replaces a division by a constant with a multiplication, which changes bits. A product with a variable
         # is not a constant.
         x = tf.convert_to_tensor(x)
         if field.divisor != 1:
@@ -343,7 +343,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         return sums, self._traced_update(gradients, learning_rate, unscale)
 
     def _traced_update(self, gradients, learning_rate, unscale) -> tf.Tensor:
-        """Exchange the gradients and move the weights; return on how many ranks a gradient is not finite."""
+        """Exchange the gradients and update the weights; return the number of ranks with non-finite gradients."""
         if not self.config.checks_gradients:
             self._apply(gradients, learning_rate)
             return tf.zeros((1,))
@@ -353,11 +353,11 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             self._apply([g * unscale for g in gradients], learning_rate)
             return failures
 
-        # All ranks take the same branch: the number of failures is joined over them.
+        # All ranks take the same branch: the number of failures is summed over ranks.
         return tf.cond(failures[0] > 0, lambda: failures, update)
 
     def _traced_steps(self, *columns) -> tf.Tensor:
-        """Take as many steps as the columns have rows, one after the other; return (steps, sums)."""
+        """Run one step for each row of the columns, in order; return (steps, sums)."""
         steps = tf.shape(columns[-1])[0]
 
         def body(k, sums) -> tuple[tf.Tensor, tf.TensorArray]:
@@ -368,8 +368,8 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         return tf.while_loop(lambda k, _: k < steps, body, start, parallel_iterations=1)[1].stack()
 
     def _apply(self, gradients, learning_rate) -> None:
-        # Without this, TensorFlow starts each exchange as soon as its bucket's gradients are there, during the rest of
-        # backward.
+        # Otherwise TensorFlow starts each exchange during backward, as soon as the gradients of its bucket are
+        # computed.
         if not self._overlap:
             with tf.control_dependencies(gradients):
                 gradients = [tf.identity(g) for g in gradients]
@@ -420,7 +420,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
 
 
 def configure(threads: int) -> None:
-    # In a notebook TensorFlow may compute already: its threads stand.
+    # In a notebook TensorFlow may already be running, with its threads fixed.
     with suppress(RuntimeError):
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads)

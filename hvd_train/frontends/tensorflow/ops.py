@@ -1,4 +1,4 @@
-"""Tensor verbs in TensorFlow."""
+"""Tensor operations in TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import tensorflow as tf
 
 from hvd_train.frontends.tensorflow.library_metric import library_metric
 
-# Entries that one thread adds up, whatever the number of threads.
+# Entries that one thread adds up, for any number of threads.
 ROW = 4096
-# Entries of a block of a flat tensor, at least, and blocks, at most: each is several operations of a graph.
+# Least entries per block of a flat tensor, and most blocks: each adds several operations to a graph.
 BLOCK, BLOCKS = 1 << 17, 256
-ALIGNED = 64  # entries: a block that begins elsewhere in memory is copied
+ALIGNED = 64  # entries; a block that begins elsewhere is copied
 
 
 class VariableCell:
-    """A tensor that a later step reads, whether a graph or Python asks."""
+    """A tensor kept for a later step, readable in graphs and eagerly."""
 
     def __init__(self, variable: tf.Variable) -> None:
         self._variable = variable
@@ -31,12 +31,12 @@ class VariableCell:
         self._variable.assign(tensor)
 
     def subtract(self, factor: tf.Tensor, x: tf.Tensor) -> None:
-        """Subtract factor x in place, without a tensor for the product."""
+        """Subtract factor x in place, without a temporary for the product."""
         tf.raw_ops.ResourceApplyGradientDescent(var=self._variable.handle, alpha=factor, delta=x)
 
 
 class TensorFlowOps:
-    """``device``: where ``keep`` puts its variables; empty: where TensorFlow does."""
+    """Tensor operations. ``device``: where ``keep`` creates variables; empty: TensorFlow's default."""
 
     def __init__(self, device: str = "") -> None:
         self._device = device
@@ -57,14 +57,14 @@ class TensorFlowOps:
         tf.cond(condition, done, lambda: tf.constant(0))
 
     def start_if(self, condition, start, otherwise) -> Callable[[], Any]:
-        # A graph waits for nothing: what needs the result comes after it.
+        # Nothing to wait for in a graph: what uses the result runs after it.
         result = tf.cond(condition, lambda: start()(), otherwise)
         return lambda: result
 
     def blocks(self, x) -> list[tf.Tensor]:
-        if "GPU" in self._device:  # which would start kernels for each block
+        if "GPU" in self._device:  # it would launch kernels for each block
             return [x]
-        # What a step makes of a block stays in the cache of a core; of a large tensor it would be new memory each time.
+        # The temporaries of a block stay in a core's cache; those of a large tensor would be newly allocated each time.
         entries = x.shape[0]
         size = max(BLOCK, -(-entries // BLOCKS)) // ALIGNED * ALIGNED + ALIGNED
         return [x[start : start + size] for start in range(0, entries, size)] or [x]
@@ -100,15 +100,15 @@ class TensorFlowOps:
         return tf.split(x, sizes)
 
     def scatter(self, length, indices, values, *, same_bits=True) -> tf.Tensor:
-        # The bits of tensor_scatter_nd_add in 0.4 to 0.6 of its time (4M entries, 2 and 30 % of them). A GPU adds in
-        # another order each time.
+        # The same bits as tensor_scatter_nd_add in 0.4 to 0.6 of its time (4M entries, 2 and 30 % of them). On a GPU
+        # the order of the additions varies.
         with tf.device("CPU:0") if same_bits else nullcontext():
             return tf.math.unsorted_segment_sum(values, indices, length)
 
     def matmul(self, a, b, *, transpose_a=False, transpose_b=False) -> tf.Tensor:
         inner = a.shape[0 if transpose_a else 1]
         if inner is not None and inner <= 64 and inner % 8:
-            # oneDNN adds the rest of a short axis in another order where threads cut the matrix: leave it no rest.
+            # Pad to a multiple of 8: oneDNN adds the remainder of a short axis in an order that depends on the threads.
             more = [0, -inner % 8]
             a = tf.pad(a, [more, [0, 0]] if transpose_a else [[0, 0], more])
             b = tf.pad(b, [[0, 0], more] if transpose_b else [more, [0, 0]])
@@ -134,7 +134,7 @@ class TensorFlowOps:
         return tf.round(x)
 
     def where(self, condition, a, b) -> tf.Tensor:
-        # One of them may be a number of Python, which takes the type of the other.
+        # One of them may be a Python number, which takes the dtype of the other.
         kind = (a if tf.is_tensor(a) else b).dtype
         return tf.where(condition, tf.convert_to_tensor(a, kind), tf.convert_to_tensor(b, kind))
 
@@ -146,7 +146,7 @@ class TensorFlowOps:
 
     def add_at(self, x, start, part) -> tf.Tensor:
         stop = start + part.shape[0]
-        # It works in place where nothing else reads ``x``.
+        # It works in place if nothing else reads ``x``.
         return tf.raw_ops.TensorStridedSliceUpdate(
             input=x, begin=[start], end=[stop], strides=[1], value=x[start:stop] + part
         )
@@ -194,9 +194,9 @@ class TensorFlowOps:
         return tf.reduce_sum(a * b)
 
     def sum_of_squares(self, x) -> tf.Tensor:
-        """Add rows of ``ROW`` entries, then their sums: TensorFlow divides a single sum among threads, but no row."""
+        """Add up rows of ``ROW`` entries, then their sums: TensorFlow splits a long sum among threads, not a row."""
         x = tf.square(tf.reshape(x, [-1]))
-        for _ in range(2):  # 10^11 entries
+        for _ in range(2):  # enough for 10^11 entries
             if x.shape[0] is not None and x.shape[0] <= ROW:
                 break
             whole = tf.size(x) // ROW * ROW

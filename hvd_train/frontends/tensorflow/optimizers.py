@@ -1,11 +1,11 @@
-"""Optimizers with PyTorch's formulas on TensorFlow's variables: schedules, weight decay and slots mean the same.
+"""PyTorch's optimizer formulas on TensorFlow's variables: schedules, weight decay and slots mean the same in both.
 
-Keras' SGD keeps the learning rate inside the momentum slot, decays weights apart from the gradient, and puts Adam's
-epsilon elsewhere; under warm-up the weights then differ by a quarter (see torch.optim's documentation for the formulas
-used here). TensorFlow's fused kernels do the work; where a kernel's formula differs, its arguments are converted.
+Keras' SGD multiplies the learning rate into the momentum slot, decouples weight decay, and puts Adam's epsilon
+elsewhere. Under warm-up the weights then differ by a quarter (see torch.optim's documentation for the formulas used
+here). TensorFlow's fused kernels do the work; where a kernel's formula differs, its arguments are converted.
 
-A kernel moves one weight and its slots in place, of any shape: a tensor, a flat bucket, or a part of one. The norms of
-LARS and LAMB belong to whole tensors.
+A kernel updates one weight and its slots in place, of any shape: a tensor, a flat bucket, or a part of one. LARS and
+LAMB use norms of whole tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Kernel(Protocol):
 
     slots: tuple[str, ...]
     counts_steps: bool
-    per_tensor: bool  # whether its norms belong to tensors
+    per_tensor: bool  # whether it uses norms of tensors
 
     def __call__(
         self,
@@ -42,8 +42,10 @@ class Kernel(Protocol):
         rate: tf.Tensor,
         total: formulas.Total = formulas.whole,
     ) -> None:
-        """Move weight and slots in place. ``step``: () int64, from 1; ``rate``: () of the gradient's type; ``total``:
-        joins the norms of a tensor of which this rank has a part."""
+        """Update weight and slots in place. ``step``: () int64, from 1; ``rate``: () of the gradient's dtype.
+
+        ``total``: sums the norms of a tensor that is divided among ranks.
+        """
 
 
 class SGD:
@@ -92,7 +94,7 @@ class Adam:
         elif o.weight_decay:
             gradient = gradient + decay * weight
         t = tf.cast(step, tf.float64)
-        # In 64 bits, as 1 - beta^t cancels in 32.
+        # In 64 bits: 1 - beta^t cancels in 32.
         powers = [tf.cast(tf.constant(beta, tf.float64) ** t, dtype) for beta in o.betas]
         tf.raw_ops.ResourceApplyAdam(
             var=weight.handle,
@@ -110,7 +112,7 @@ class Adam:
 
 
 class FormulaKernel:
-    """A formula of the table of optimizers, which knows no framework."""
+    """A formula of the framework-independent table of optimizers."""
 
     def __init__(self, options: OptimConfig) -> None:
         self.options, self.ops, spec = options, TensorFlowOps(), OPTIMIZERS[options.name]
@@ -136,7 +138,7 @@ def make_kernel(options: OptimConfig) -> Kernel:
 
 
 class Flattened:
-    """A variable as (n,), for formulas that treat vectors apart: some biases have two axes."""
+    """A variable viewed as (n,), for formulas that treat vectors differently: some biases have two axes."""
 
     def __init__(self, variable: tf.Variable) -> None:
         self._variable = variable
@@ -152,7 +154,7 @@ class Flattened:
 
 
 def rated(rate: tf.Tensor, rule: Rule) -> tf.Tensor:
-    """Return the learning rate of the tensors of a rule."""
+    """Return the learning rate for the tensors of a rule."""
     return rate if rule.factor == 1 else rate * tf.constant(rule.factor, rate.dtype)
 
 
@@ -178,7 +180,7 @@ class BucketWeights:
 class VariableOptimizer(BucketWeights, NamedArrays):
     """A kernel over Keras' trainable variables, each with a variable for each slot.
 
-    ``from_buckets`` cuts the gradients of buckets into those of tensors.
+    ``from_buckets`` splits the gradients of buckets into those of tensors.
     """
 
     words = 2
@@ -218,7 +220,7 @@ class VariableOptimizer(BucketWeights, NamedArrays):
                 self.steps[key].assign(count)
 
     def slot(self, name: str, bucket: int) -> tf.Tensor:
-        """Return (n,): a slot of the weights of a bucket."""
+        """Return (n,): a slot of a bucket's weights."""
         return _joined([self.slots[name][i] for i in self._buckets[bucket]])
 
     def _variables(self) -> dict[str, tf.Variable]:
@@ -248,11 +250,11 @@ def _joined(variables: Sequence[tf.Variable]) -> tf.Tensor:
 
 
 def zeros_where(variable: Any) -> tf.Variable:
-    """Make a variable of zeros like a variable of Keras, on its device."""
+    """Make a variable of zeros with the shape, dtype and device of ``variable``."""
     with tf.device(variable.value.device):
         return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
 
 
 def view(variable: tf.Variable) -> np.ndarray:
-    """Return a variable's memory; its ``numpy`` would copy."""
+    """Return a variable's memory without a copy, unlike its ``numpy``."""
     return np.asarray(memoryview(tf.convert_to_tensor(variable)))

@@ -17,10 +17,9 @@ from hvd_train.protocol import Groups, Sample
 
 
 class PlacedTensorFlow(Placed, TensorFlowInBlocks):
-    """Record each block on a separate tape.
+    """A front-end with several devices, which records each block on a tape of its own.
 
-    A graph's operations stand where the code that makes them says, and a single tape would put all of backward on one
-    device.
+    A graph's operations get the device of the code that makes them: one tape would put all of backward on one device.
     """
 
     _blocks: Sequence[keras.layers.Layer] = ()
@@ -54,7 +53,7 @@ class PlacedTensorFlow(Placed, TensorFlowInBlocks):
         return self._result(x)
 
     def _result(self, x: Any) -> Any:
-        """Return the outputs of the model on the first device, in the type of its weights."""
+        """Return the model's outputs on the first device, in the dtype of its weights."""
         outputs = checked(x, self.config.model.name)
         with tf.device(self._device):
             return tf.nest.map_structure(lambda y: tf.cast(y, self.dtype), outputs)

@@ -20,7 +20,7 @@ from hvd_train.update.sharded import pieces
 
 
 class Piece(NamedTuple):
-    """The consecutive entries of a variable that are this rank's to move. ``weight``: where a kernel moves them."""
+    """The consecutive entries of a variable that this rank updates. ``weight``: the variable that a kernel updates."""
 
     layout: Layout
     variable: Any
@@ -33,8 +33,10 @@ class Piece(NamedTuple):
 
 
 class ShardedOptimizer(ShardedSlots):
-    """A kernel over pieces of variables. TensorFlow's kernels move a variable as a whole, so each piece has one, beside
-    the variables of its slots."""
+    """A kernel over pieces of variables.
+
+    TensorFlow's kernels update whole variables, so each piece has its own, besides those of its slots.
+    """
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class ShardedOptimizer(ShardedSlots):
         update: DividedUpdate,
         common: CommonWeights | None = None,
     ) -> None:
-        """``common``: of ranks that share memory. Pieces keep their values from step to step then."""
+        """``common``: set if ranks share memory. Pieces then keep their values between steps."""
         self._update, self._variables, self._common = update, list(trainable.values()), common
         self.kernel: Kernel = make_kernel(options)
         rules = {layout.name: rule_of(options, layout.name) for layout in layouts.values()}
@@ -76,7 +78,7 @@ class ShardedOptimizer(ShardedSlots):
 
     @staticmethod
     def _make(variable: Any, layout: Layout, entries: int) -> tf.Variable:
-        """Make (n, 1) for a piece of a matrix, (n,) for one of a vector: layer-wise formulas treat vectors apart."""
+        """Make (n, 1) for a piece of a matrix, (n,) of a vector: layer-wise formulas treat vectors differently."""
         shape = (entries,) if layout.is_vector else (entries, 1)
         return tf.Variable(tf.zeros(shape, variable.dtype), trainable=False)
 
@@ -84,7 +86,7 @@ class ShardedOptimizer(ShardedSlots):
         return (piece for bucket in self._buckets for piece in bucket)
 
     def step(self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
-        """``gradients``: (n,) of this rank's part of each bucket."""
+        """Update the weights. ``gradients``: (n,) of this rank's part of each bucket."""
         step = self.steps.value() + 1
         slots = list(zip(*self.slots.values(), strict=True)) or [()] * sum(map(len, self._buckets))
         parts = [
@@ -93,7 +95,7 @@ class ShardedOptimizer(ShardedSlots):
             for part in tf.split(gradient, [piece.last - piece.first for piece in bucket])
         ]
         for piece, gradient, cells in zip(self._all(), parts, slots, strict=True):
-            # Where norms are joined over the ranks, all of them ask for the same tensors, also with nothing of one.
+            # If norms are added over ranks, every rank must ask for every tensor, even without entries of it.
             if piece.last > piece.first or self.kernel.per_tensor:
                 if not self._common:
                     piece.weight.assign(piece.read())
@@ -110,13 +112,13 @@ class ShardedOptimizer(ShardedSlots):
         return [tf.reshape(piece.weight.value(), (-1,)) for piece in self._buckets[bucket]]
 
     def slot(self, name: str, bucket: int) -> tf.Tensor:
-        """Return (n,): a slot of the same weights."""
+        """Return (n,): a slot of this rank's part of a bucket."""
         start = sum(map(len, self._buckets[:bucket]))
         slots = self.slots[name][start : start + len(self._buckets[bucket])]
         return tf.concat([tf.reshape(x.value(), (-1,)) for x in slots], 0)
 
     def take(self, bucket: int, bounds: tuple[int, int], weights: tf.Tensor) -> None:
-        """Take (n,): the weights of a bucket between ``bounds``, which are those of all ranks without common memory."""
+        """Assign (n,) to a bucket's weights between ``bounds``, which span all ranks unless memory is common."""
         variables = [piece.variable for piece in self._buckets[bucket]]
         cuts = pieces([int(np.prod(variable.shape)) for variable in variables], *bounds)
         parts = tf.split(weights, [last - first for first, last in cuts])
@@ -133,7 +135,7 @@ class ShardedOptimizer(ShardedSlots):
     def _step_reader(self) -> Callable[[], np.ndarray] | None:
         if not self.kernel.counts_steps:
             return None
-        return lambda: np.asarray(view(self.steps).astype(np.float32))  # as PyTorch counts
+        return lambda: np.asarray(view(self.steps).astype(np.float32))  # float32, as in PyTorch
 
     def _load_step(self, step: np.ndarray) -> None:
         self.steps.assign(int(step))
@@ -152,9 +154,9 @@ class ShardedOptimizer(ShardedSlots):
 
 
 def check_constraints(trainable: Mapping[str, Any], averages: bool) -> None:
-    """Raise ConfigError where averages of this rank's parts would be those of weights before their constraint.
+    """Raise ConfigError if weights with constraints are averaged over time in parts.
 
-    A constraint looks at whole tensors, which a rank has when all parts have come, after its averages have moved.
+    A constraint needs the whole tensor, which a rank has only after it has averaged its part.
     """
     constrained = next((path for path, v in trainable.items() if v.constraint is not None), "")
     if constrained and averages:

@@ -1,4 +1,4 @@
-"""A pipeline stage in Keras: forward passes and the update are graphs, and a tape keeps what backward needs."""
+"""A pipeline stage in Keras. Forward passes and the update are graphs; a tape records what backward needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvd_train.protocol import Groups, Sample, StepUpdate
 
 
 class Kept(NamedTuple):
-    """The record of a forward pass for backward: the tape, the stage's input, and its output or the loss."""
+    """What backward needs from a forward pass: the tape, the stage's input, and its output or the loss."""
 
     tape: tf.GradientTape
     x: tf.Tensor | None
@@ -38,7 +38,7 @@ class Sums:
 
 
 class Chain:
-    """Some blocks, which run in turn."""
+    """Some blocks, run in order."""
 
     def __init__(self, blocks: Sequence[keras.layers.Layer]) -> None:
         self.layers = list(blocks)
@@ -60,14 +60,14 @@ class StagedTensorFlow(Staged, TensorFlowInBlocks):
         self._refuse_losses()
         self._link_error: TrainError | None = None
 
-    # ---- the blocks, once
+    # ---- setting up the blocks
 
     def _keep_blocks(self, first: int, last: int) -> None:
         mine = Chain(self._blocks[first:last])
         here = {id(v) for block in mine.layers for v in block.variables}
-        # A generator has the masks that it has in the whole model.
+        # A generator keeps the number, and so the masks, that it has in the whole model.
         self._numbered = [(i, v) for i, v in self._numbered if id(v) in here]
-        # Layers know their neighbours, so those of other stages stay: their variables must not.
+        # Layers reference their neighbours, so those of other stages stay in memory; free their variables.
         for v in self.model.variables:
             if id(v) not in here:
                 v._value = None
@@ -75,7 +75,7 @@ class StagedTensorFlow(Staged, TensorFlowInBlocks):
         self._score = graph(self._traced_evaluate)
         self._forward, self._loss = graph(self._traced_forward), graph(self._traced_loss)
 
-    # ---- within a step
+    # ---- during a step
 
     def _connect(self, update: StepUpdate) -> None:
         super()._connect(update)
@@ -102,7 +102,7 @@ class StagedTensorFlow(Staged, TensorFlowInBlocks):
     def _forward_stage(self, micro: Micro, x: tf.Tensor | None) -> tuple[Any, Kept]:
         inputs, labels, weights = micro.placed
         seed = tf.constant(micro.seed, tf.int64)
-        # Not watched by itself, or the tape would record variables that are not trained.
+        # Watch explicitly, or the tape would record non-trainable variables.
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([v.value for v in self._trainable.values()])
             if x is not None:
@@ -166,7 +166,7 @@ class StagedTensorFlow(Staged, TensorFlowInBlocks):
             try:
                 return self.links.sum(array, stages, word)
             except TrainError as error:
-                self._link_error = error  # TensorFlow makes an error of its own of it
+                self._link_error = error  # TensorFlow raises an error of its own instead
                 raise
 
         total = tf.numpy_function(sum_over_stages, [x], x.dtype)

@@ -1,4 +1,4 @@
-"""A Keras optimizer of the user over Keras' variables, within the traced step."""
+"""A Keras optimizer of the user, run on Keras' variables in the traced step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PREFIX = "slots/keras"
 class UserOptimizer(BucketWeights):
     """``optim.name: package.module:function``. The schedule sets the learning rate.
 
-    A checkpoint has its variables in their order: ``slots/keras/NUMBER.PATH``.
+    A checkpoint has its variables in order: ``slots/keras/NUMBER.PATH``.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class UserOptimizer(BucketWeights):
         self._check_state(where)
 
     def _check_fit_only(self, where: str) -> None:
-        """Refuse what needs Keras' ``fit``: it scales the loss, and ends with the mean of the weights."""
+        """Reject options that only Keras' ``fit`` supports: loss scaling, and averages of the weights."""
         kind, factor = type(self.optimizer).__name__, self.optimizer.loss_scale_factor
         if self.optimizer.use_ema:
             what = f"use_ema of {kind} would end with the weights and not with their mean"
@@ -61,9 +61,9 @@ class UserOptimizer(BucketWeights):
             raise ConfigError(what, where=where, fix="leave it out; precision: 16-mixed scales the loss")
 
     def _check_state(self, where: str) -> None:
-        """Refuse an optimizer that holds another one, or a variable that Keras does not list among its variables."""
+        """Reject an optimizer that wraps another one, or has a variable that Keras does not list."""
         known = {id(v.value) for v in self.optimizer.variables}
-        # TensorFlow keeps the same objects a second time, under names that begin with _self_.
+        # TensorFlow stores the same objects again under names that begin with _self_.
         for name, x in vars(self.optimizer).items():
             if name.startswith("_self_"):
                 continue
@@ -86,12 +86,12 @@ class UserOptimizer(BucketWeights):
             yield key, partial(view, v.value)
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        """Take slots by these names; others stay as they are."""
+        """Assign slots by these names; others do not change."""
         for key, v in self._kept.items():
             if key in tree:
                 v.assign(np.asarray(tree[key]).astype(v.dtype))
 
 
 def variable_optimizer(options: OptimConfig, *arguments: Any) -> VariableOptimizer | UserOptimizer:
-    """Return the optimizer that ``optim.name`` names."""
+    """Make the optimizer that ``optim.name`` names."""
     return (UserOptimizer if options.is_users else VariableOptimizer)(options, *arguments)

@@ -1,4 +1,4 @@
-"""The variables of a Keras model by their paths, which differ; none is made after the start."""
+"""The variables of a Keras model by their unique paths; none may be created after the start."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SEED = "seed_generator_state"
 
 
 def by_path(variables: Iterable[Any], name: str) -> dict[str, Any]:
-    """Return {path: variable}, without the states of generators.
+    """Return {path: variable}, without the states of random generators.
 
-    ``name``: of the model. Raises ConfigError where two have one path, as one of them would not be trained.
+    ``name``: of the model. Raises ConfigError if two variables have the same path: one of them would not be trained.
     """
     paths: dict[str, Any] = {}
     for v in variables:
@@ -30,15 +30,15 @@ def by_path(variables: Iterable[Any], name: str) -> dict[str, Any]:
 
 
 def states(model: keras.Model) -> list[Any]:
-    """Return the states of the model's generators.
+    """Return the states of the model's random generators.
 
-    A state is not a weight: broadcasting or comparing it would give all ranks the same dropout masks.
+    A state is not a weight: if it were broadcast or compared, all ranks would have the same dropout masks.
     """
     return [v for v in model.variables if v.path.endswith(SEED)]
 
 
 def check_none_is_late(model: keras.Model, known: Collection[str], name: str) -> None:
-    """Raise ConfigError for a weight that is not ``known``: no optimizer and no checkpoint would have it."""
+    """Raise ConfigError for a weight that is not ``known``: it would be in no optimizer and no checkpoint."""
     late = [v.path for v in model.trainable_variables if v.path not in known]
     if late:
         what = f"'{late[0]}' got its weights within the first step, and they would not be trained"

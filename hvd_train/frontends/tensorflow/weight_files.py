@@ -1,4 +1,4 @@
-"""Files of Keras' weights, read as HDF5: what describes the model could name code, and is not looked at."""
+"""Read files of Keras' weights as HDF5. The model's description is not read, because it could name code."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hvd_train.errors import ConfigError
 T = TypeVar("T")
 SKIPPED = ("optimizer", "seed_generator")
 NUMBERED = re.compile(r"(.+?)(?:_([1-9]\d*))?")  # as Keras names layers: dense, dense_1, ...
-Layers = dict[str, tuple[str | None, dict[str, T]]]  # {place: (name; None in older files, {number: weight})}
+Layers = dict[str, tuple[str | None, dict[str, T]]]  # {path in the file: (name; None in older files, {number: weight})}
 
 
-# ---- the layers of a file and of a model, by the places at which Keras saves them
+# ---- the layers of a file and of a model, by the paths under which Keras saves them
 
 
 def _opened(path: Path) -> h5py.File:
@@ -51,7 +51,7 @@ def _of_file(opened: h5py.File) -> Layers[h5py.Dataset]:
 
 
 class _Places(saving_lib.H5IOStore):
-    """Stands for a file: keeps what a model would save at which place, without a copy."""
+    """A stand-in for a file, which collects what a model would save under which path, without a copy."""
 
     def __init__(self) -> None:
         self.layers: Layers[Any] = {}
@@ -71,14 +71,14 @@ def _of_model(model: Any) -> Layers[Any]:
 
 
 def _names(layers: Layers[Any]) -> dict[str, str]:
-    """Return {place: name} of layers that have weights. Those of one name are called by their places, with dots."""
+    """Return {path: name} of layers with weights. Layers with the same name get their paths as names, with dots."""
     names = {place: name or place.rpartition("/")[2] for place, (name, weights) in layers.items() if weights}
     several = Counter(names.values())
     return {p: p.replace("/", ".") if p and several[name] > 1 else name for p, name in names.items()}
 
 
 def numbered(model: Any, known: Mapping[str, T]) -> dict[str, T]:
-    """Return what ``known`` has by the paths of variables, with dots, by the names of Keras' files."""
+    """Rekey ``known`` from the variables' paths, with dots, to their names in Keras' files."""
     layers, names = _of_model(model), {}
     for place, layer in _names(layers).items():
         for number, v in layers[place][1].items():
@@ -91,10 +91,10 @@ def numbered(model: Any, known: Mapping[str, T]) -> dict[str, T]:
 
 
 def names_here(path: Path, model: Any, given: Callable[[str], bool], where: str) -> dict[str, str]:
-    """Return {name in the file: name here; "": none}; ``given``: names for which the user says what they are.
+    """Return {name in the file: name in this model; "": none}; ``given``: whether the user maps a name.
 
-    Keras numbers the layers of a class through all models of a process. So dense_1 of a file can be dense of the same
-    model that was made first. Raises ConfigError where numbers and places tell different things.
+    Keras numbers the layers of a class across all models of a process: dense_1 of a file may be dense of this model.
+    Raises ConfigError where numbers and paths contradict each other.
     """
     with _opened(path) as opened:
         file = {place: (name, dict.fromkeys(weights)) for place, (name, weights) in _of_file(opened).items()}
@@ -114,9 +114,11 @@ def names_here(path: Path, model: Any, given: Callable[[str], bool], where: str)
 
 
 def _paired(file: Layers[Any], here: Layers[Any], automatic: set[str]) -> tuple[dict[str, str | None], dict[str, str]]:
-    """Return {place in the file: place here, or None}, and the same places of those whose numbers differ.
+    """Return {path in the file: path here, or None}, and the uncertain pairs, whose numbers differ.
 
-    Names hold where Keras numbered no layers of other models, and places where numbers have the same order or distance.
+    Names decide if no other model was built before. Otherwise paths do, if the numbers have the same order or a
+    constant
+    offset.
     """
     found: dict[str, str | None] = {"": ""}
     unsure: dict[str, str] = {}
@@ -137,7 +139,7 @@ def _paired(file: Layers[Any], here: Layers[Any], automatic: set[str]) -> tuple[
         counted_on = all(a - b == shift for a, b in numbers) and (not shift or _from_zero(ours.values()))
         by_number = {number: place for place, number in ours.items()}
         named = {place: by_number.get(number) for place, number in theirs.items()}
-        alone = _from_zero(theirs.values()) and _from_zero(ours.values())  # no other model was made before
+        alone = _from_zero(theirs.values()) and _from_zero(ours.values())  # no other model was built before
         if alone and all(_within_same(place, there, found) for place, there in named.items()):
             found |= named
         elif same_layers or counted_on:
@@ -149,7 +151,7 @@ def _paired(file: Layers[Any], here: Layers[Any], automatic: set[str]) -> tuple[
 
 
 def _split(name: str, place: str, automatic: set[str]) -> tuple[str, int]:
-    """Return (class, number) of a name that Keras gave, also of forward_lstm_1, and (name, 0) of others."""
+    """Return (class, number) of an automatic name, such as forward_lstm_1, and (name, 0) of others."""
     base, number = _numbered(name)
     classes = automatic | {_numbered(place.rpartition("/")[2])[0]}
     given = any(base == one or base.endswith(f"_{one}") for one in classes)
@@ -162,26 +164,26 @@ def _numbered(name: str) -> tuple[str, int]:
 
 
 def _classes(model: Any) -> set[str]:
-    """Return what Keras calls layers by their classes."""
+    """Return the names that Keras derives from the layers' classes."""
     return {to_snake_case(type(layer).__name__) for layer in model._flatten_layers()}
 
 
 def _around(place: str, found: Collection[str]) -> str:
-    """Return the place of the layer that is around another; "": the model."""
+    """Return the path of the enclosing layer; "": the model."""
     while (place := place.rpartition("/")[0]) and place not in found:
         pass
     return place
 
 
 def _within(place: str, found: Mapping[str, str | None]) -> str | None:
-    """Return the same place within the layer that is the one around it."""
+    """Return the path here of ``place``, given the path of its enclosing layer here."""
     around = _around(place, found)
     there = found[around]
     return None if there is None else f"{there}{place.removeprefix(around)}"
 
 
 def _within_same(place: str, there: str | None, found: Mapping[str, str | None]) -> bool:
-    """Return whether the layer around ``there`` is that of ``place``, where both are known."""
+    """Return whether ``there`` is inside the layer that matches the one around ``place``; True if unknown."""
     around = found[_around(place, found)]
     return not around or there is None or there.startswith(f"{around}/")
 
@@ -196,7 +198,7 @@ def _same_order(pairs: list[tuple[int, int]]) -> bool:
 
 
 def _unsure(pairs: Mapping[str, str], by: str, where: str) -> ConfigError:
-    """Refuse to choose; ``pairs``: {name in the file: name here} as it would be by place or order."""
+    """Make the error for an ambiguous mapping; ``pairs``: {name in the file: name here} by path or by order."""
     first = next((old for old, new in pairs.items() if old != new), next(iter(pairs)))
     listed = ", ".join(f'"{old}.*": "{new}.*"' for old, new in pairs.items())
     what = "Keras has numbered the file's layers together with those of other models"
@@ -205,15 +207,15 @@ def _unsure(pairs: Mapping[str, str], by: str, where: str) -> ConfigError:
     return ConfigError(what, where=where, fix=fix)
 
 
-# ---- checkpoints, which have no places
+# ---- checkpoints, which have no paths of layers
 
 
 def paths_here(
     names: Collection[str], model: Any, known: Collection[str], given: Callable[[str], bool], where: str
 ) -> dict[str, str]:
-    """Return {name in a checkpoint: name here} where layers of the same names are numbered from another start.
+    """Return {name in a checkpoint: name here} where automatic layer numbers begin at another number.
 
-    Names are paths of variables with dots. Raises ConfigError where the numbers do not tell which layer is which.
+    Names are paths of variables with dots. Raises ConfigError if the numbers do not identify the layers.
     """
     classes = _classes(model)
     theirs, ours = _numbers(names, classes), _numbers(known, classes)
@@ -255,7 +257,7 @@ def _numbers(names: Collection[str], classes: set[str]) -> dict[str, set[int]]:
 
 
 def _weights(path: Path) -> dict[str, dict[str, np.ndarray]]:
-    """Return {'': {``LAYER.NUMBER``: array}}, the number being that of the variable in its layer."""
+    """Return {'': {``LAYER.NUMBER``: array}}; the number is that of the variable in its layer."""
     arrays: dict[str, np.ndarray] = {}
     with _opened(path) as opened:
         layers = _of_file(opened)

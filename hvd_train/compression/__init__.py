@@ -1,4 +1,4 @@
-"""Compressors by name. Each algorithm stands here once, for every framework: contracts and NumPy only."""
+"""Compressors by name. Each algorithm is here once, for every framework: contracts and NumPy only."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 
 def make(name: str, size: int = 1, rank: int = 0, /, **options: Any) -> Compressor:
-    """Make a compressor by its name, for rank ``rank`` of ``size``, with the options that belong to it."""
+    """Make a compressor by name, for rank ``rank`` of ``size``, with its options."""
     row = COMPRESSORS[name]
     return row.compressor_class(*(size, rank)[: row.world], **options)

@@ -1,4 +1,4 @@
-"""Error feedback (Seide et al. 2014): what a step leaves out is kept and added to the next gradient."""
+"""Error feedback (Seide et al. 2014): the compression error of a step is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hvd_train.protocol import Ops, Rounds, State, Tensor, Wire
 
 
 class ErrorFeedback:
-    """One exchange of a flat bucket; a subclass says what travels and how it is read."""
+    """A compressor of flat buckets with error feedback; a subclass encodes and decodes."""
 
     per_tensor = False
 
@@ -16,11 +16,11 @@ class ErrorFeedback:
         return (np.zeros(shape, dtype),)
 
     def encode(self, total: Tensor, ops: Ops) -> tuple[Wire, Tensor]:
-        """total (n,) -> (what travels, this rank's part as all will decode it (n,))."""
+        """Encode total (n,); return (what to send, this rank's part as all ranks will decode it (n,))."""
         raise NotImplementedError
 
     def decode(self, reduced: tuple[Tensor, ...], total: Tensor, ops: Ops) -> Tensor:
-        """Return the sum over ranks (n,) from the received tensors, in the type of ``total``."""
+        """Decode the received tensors to the sum over ranks (n,), in the type of ``total``."""
         raise NotImplementedError
 
     def rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:

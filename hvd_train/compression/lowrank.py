@@ -1,4 +1,4 @@
-"""``powersgd``: a matrix travels as two thin factors (Vogels, Karimireddy and Jaggi 2019)."""
+"""``powersgd``: a matrix is sent as two thin factors (Vogels, Karimireddy and Jaggi 2019)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class PowerSGD:
     """One step of power iteration per exchange, with warm start and error feedback.
 
     M = gradient + residual as (n, m); P = sum of M Q, made orthonormal; Q = sum of M^T P; decoded = P Q^T. This rank's
-    part is P (M^T P)^T. The two sums carry r (n + m) entries instead of n m; tensors that this does not shrink, vectors
-    among them, travel whole.
+    part is P (M^T P)^T. The two sums carry r (n + m) entries instead of n m. Tensors that this does not shrink, such as
+    vectors, are sent uncompressed.
     """
 
     per_tensor = True
@@ -23,7 +23,7 @@ class PowerSGD:
         self.rank = rank
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """(n, m): the first axis against the rest, or the rest against the last, whichever is less; None: whole."""
+        """Return (n, m) that split off the first or the last axis, whichever sends less; None: send uncompressed."""
         if len(shape) < 2:
             return None
         size = math.prod(shape)
@@ -34,7 +34,7 @@ class PowerSGD:
         matrix = self.matrix(shape)
         if matrix is None:
             return ()
-        # The same on every rank: Q must be equal for the sums to be of the same thing.
+        # The same on every rank: the sum of M Q needs equal Q.
         basis = np.random.default_rng(shape).standard_normal((matrix[1], self.rank))
         return np.zeros(shape, dtype), basis.astype(dtype)
 

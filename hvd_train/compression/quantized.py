@@ -1,4 +1,4 @@
-"""Fewer bits per entry: ``fp16`` sums half-precision numbers; ``bf16``, ``int8`` and ``int4`` travel in two phases."""
+"""Fewer bits per entry: ``fp16`` is summed in half precision; ``bf16``, ``int8`` and ``int4`` exchange in two phases."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ LARGEST_FLOAT16 = 60000.0  # 65504, less room for the rounding of sums
 
 
 class Float16(ErrorFeedback):
-    """Half the bytes of 32-bit gradients; what rounding takes away stays in the residual.
+    """Half-precision gradients; the rounding error stays in the residual.
 
-    Entries are limited so that no sum over ranks overflows; what lies beyond stays in the residual as well.
+    Entries are clipped so that no sum over ranks overflows; the excess stays in the residual as well.
     """
 
     elementwise = True
@@ -32,9 +32,9 @@ class Float16(ErrorFeedback):
 
 
 class BFloat16(TwoPhase):
-    """The upper half of 32 bits: 8 bits of precision over the whole range of float32, so that nothing overflows.
+    """bfloat16 gradients: 8 bits of precision over the whole range of float32, so nothing overflows.
 
-    Horovod cannot add bfloat16: the numbers travel as bytes. For gradients that fp16 cannot hold.
+    Horovod cannot add bfloat16, so the numbers are sent as bytes.
     """
 
     entries = 1 << 20
@@ -48,22 +48,22 @@ class BFloat16(TwoPhase):
 
 
 class _Levels(TwoPhase):
-    """q = round(x / s) with s = max|x| / ``levels`` of its block, so |x - s q| <= s / 2; s travels along."""
+    """Rounding to q = round(x / s) with s = max|x| / ``levels`` per block, so |x - s q| <= s / 2; s is sent as well."""
 
     levels: float  # on each side of zero
 
     def pack(self, steps: Tensor, ops: Ops) -> Tensor:
-        """Return whole numbers (b, k) in [-levels, levels] as int8, (b, bytes of a block)."""
+        """Pack whole numbers (b, k) in [-levels, levels] to int8, (b, bytes of a block)."""
         raise NotImplementedError
 
     def unpack(self, packed: Tensor, shape: tuple[int, int], dtype: str, ops: Ops) -> Tensor:
-        """Return the whole numbers (b, k) = ``shape`` in ``dtype``."""
+        """Unpack to the whole numbers (b, k) = ``shape`` in ``dtype``."""
         raise NotImplementedError
 
     def encode(self, blocks: Tensor, ops: Ops) -> tuple[tuple[Tensor, ...], Tensor]:
         # The smallest number keeps a block of zeros from dividing by zero.
         tiny = float(np.finfo(ops.dtype(blocks)).tiny)
-        # No division by a constant: in a graph TensorFlow makes a product of it, with other bits.
+        # No division by a constant: in a graph TensorFlow turns it into a product, with other bits.
         scales = ops.max(abs(blocks), 1) * (1 / self.levels) + tiny  # (b,)
         column = ops.reshape(scales, (-1, 1))
         steps = ops.round(blocks / column)
@@ -75,7 +75,7 @@ class _Levels(TwoPhase):
 
 
 class Int8(_Levels):
-    """One byte an entry, and a scale a block."""
+    """One byte per entry, and a scale per block."""
 
     levels, entries = 127.0, 1 << 16
 
@@ -87,12 +87,12 @@ class Int8(_Levels):
 
 
 class Int4(_Levels):
-    """Half a byte an entry. So few levels want small blocks: a scale is 1/32 of what travels."""
+    """Half a byte per entry. So few levels need small blocks: scales are 1/32 of the bytes."""
 
     levels, entries = 7.0, 256
 
     def pack(self, steps: Tensor, ops: Ops) -> Tensor:
-        # An entry of the first half of a block and one of its second half in a byte: 16 a + b in [-119, 119].
+        # A byte holds an entry a of the first half of a block and b of the second: 16 a + b in [-119, 119].
         half = steps.shape[1] // 2
         return ops.cast(steps[:, :half] * 16 + steps[:, half:], "int8")
 

@@ -1,4 +1,4 @@
-"""The names of the compressors. The configuration reads this table, so it imports neither NumPy nor a compressor."""
+"""The table of compressors. The configuration reads it, so it imports neither NumPy nor a compressor."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CompressorSpec:
-    """A compressor.
+    """A compressor in the table.
 
-    ``made_by``: the file in this folder, and the class in it. ``options``: its keys of ``exchange``, which the class is
-    called with. ``world``: how many of the number of ranks and the number of this rank come before them. ``auto``:
-    whether ``compression: auto`` may choose it. ``compared``: whether ``hvd-train modes`` tries it unasked.
+    ``made_by``: file in this folder and class. ``options``: keys of ``exchange`` that the class is called with.
+    ``world``: whether (size, rank) come before them: 0 none, 1 size, 2 both. ``auto``: whether ``compression: auto``
+    may choose it. ``compared``: whether ``hvd-train modes`` tries it by default.
     """
 
     made_by: str
@@ -28,7 +28,7 @@ class CompressorSpec:
         return getattr(importlib.import_module(f"hvd_train.compression.{file}"), name)
 
 
-# Those of ``auto`` stand in the order of what they leave out, the least first.
+# Candidates of ``auto`` are ordered from the least lossy to the most.
 COMPRESSORS = {
     "none": CompressorSpec("uncompressed:Uncompressed", auto=True),
     "fp16": CompressorSpec("quantized:Float16", world=1, auto=True),

@@ -1,12 +1,12 @@
-"""An exchange in two phases: each rank adds up its part of a bucket, and the sums go to all ranks.
+"""A quantized allreduce in two phases: each rank sums its part of a bucket, then all ranks gather the sums.
 
-Part j of a bucket belongs to rank j. Q rounds to few bits, and what it takes away stays in a residual e:
+Part j of a bucket belongs to rank j. Q rounds to few bits, and the rounding error stays in a residual e:
 
     1. q_i = Q(g_i + e_i), of which part j goes to rank j, for every j; e_i <- g_i + e_i - q_i.
-    2. s_j = the sum of part j of q_i over the ranks i; c_j = Q(s_j) goes to all; part j of e_j <- itself + s_j - c_j.
+    2. s_j = the sum of part j of q_i over the ranks i; c_j = Q(s_j) goes to all; part j of e_j += s_j - c_j.
 
-A rank sends 2 (N - 1) / N of an encoded bucket, whatever the number of ranks N is. To gather what all ranks encoded
-would take N - 1 of them. (As in ZeRO++, Wang et al. 2023, and 1-bit Adam, Tang et al. 2021.)
+A rank sends 2 (N - 1) / N encoded buckets for N ranks. An allgather of encoded buckets would take N - 1. (As
+in ZeRO++, Wang et al. 2023, and 1-bit Adam, Tang et al. 2021.)
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hvd_train.protocol import Ops, Rounds, State, Tensor, Wire
 
 
 class TwoPhase:
-    """One exchange of a flat bucket on rank ``rank`` of ``size``; a subclass says what Q is, for blocks of entries.
+    """The base of two-phase compressors, on rank ``rank`` of ``size``; a subclass defines Q for blocks of entries.
 
-    Residuals of the sums lie in those of the gradients: a sum's rest joins the gradient of its owner in the next step.
-    A residual of its own for the sums would be as exact to 2 % (4 bits, 2 ranks) and a state of another shape.
+    The error of a sum is added to its owner's residual, and so to its next gradient. A separate residual for the sums
+    would be equally exact within 2 % (4 bits, 2 ranks), and a state of another shape.
     """
 
     per_tensor = False
@@ -33,29 +33,29 @@ class TwoPhase:
         return (np.zeros(shape, dtype),)
 
     def encode(self, blocks: Tensor, ops: Ops) -> tuple[tuple[Tensor, ...], Tensor]:
-        """blocks (b, k) -> (flat tensors to send, each of b equal pieces in the blocks' order; Q of them (b, k))."""
+        """Encode blocks (b, k); return (flat tensors to send, each of b equal pieces in block order; Q (b, k))."""
         raise NotImplementedError
 
     def decode(self, encoded: tuple[Tensor, ...], shape: tuple[int, int], dtype: str, ops: Ops) -> Tensor:
-        """Return Q of the blocks (b, k) = ``shape`` from what ``encode`` gave."""
+        """Decode the tensors of ``encode`` to Q of the blocks, (b, k) = ``shape``."""
         raise NotImplementedError
 
     def blocks(self, length: int) -> tuple[int, int]:
-        """Return the blocks of a part of a bucket of ``length`` entries, and the entries of a block, an even number."""
+        """Return (number of blocks, entries per block, which is even) of a part of a bucket of ``length`` entries."""
         part = -(-length // self.size)
         count = -(-part // self.entries)
         return count, 2 * -(-part // (2 * count))
 
     def fills_parts(self, length: int) -> bool:
-        """Return whether all parts of such a bucket have equally many entries, with no zeros behind the last ones."""
+        """Return whether a bucket of ``length`` entries divides into equal parts without padding."""
         count, entries = self.blocks(length)
         return self.size * count * entries == length
 
     def part_rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:
-        """Do the first phase alone: return (this rank's part of the sum as blocks, new state)."""
+        """Run the first phase alone; return (this rank's part of the sum as blocks, new state)."""
         (residual,) = state
         dtype, (length,) = ops.dtype(gradient), gradient.shape
-        # Sums of 16-bit gradients have 32 bits.
+        # 16-bit gradients are summed in 32 bits.
         wide = "float64" if dtype == "float64" else "float32"
         total = ops.cast(gradient, wide) + ops.cast(residual, wide)
         count, entries = self.blocks(length)
@@ -63,10 +63,10 @@ class TwoPhase:
         padded = ops.concat([total, ops.from_numpy(np.zeros(missing, wide))]) if missing else total
         encoded, sent = self.encode(ops.reshape(padded, (-1, entries)), ops)
         received = yield Wire("alltoall", encoded)
-        # What a rank sent to itself has the lengths of what came from each other rank.
+        # The parts that come from the other ranks have the lengths of those sent.
         parts = [ops.split(x, [y.shape[0] // self.size] * self.size) for x, y in zip(received, encoded, strict=True)]
-        # In rank order: the sum must not depend on how it travelled. (In a graph of TensorFlow its optimizer may choose
-        # another order, on the one rank that adds up a part.)
+        # In rank order, so that the sum does not depend on the transport. (TensorFlow's graph optimizer may choose
+        # another order, on the one rank that sums a part.)
         sums = self.decode(tuple(x[0] for x in parts), (count, entries), wide, ops)
         for rank in range(1, self.size):
             sums = sums + self.decode(tuple(x[rank] for x in parts), (count, entries), wide, ops)
@@ -75,7 +75,7 @@ class TwoPhase:
     def rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:
         dtype, (length,) = ops.dtype(gradient), gradient.shape
         sums, (residual,) = yield from self.part_rounds(gradient, state, ops)
-        if self.size == 1:  # nobody else needs them
+        if self.size == 1:  # no other rank needs the sums
             return ops.cast(self._joined(sums, length, ops), dtype), (residual,)
         encoded, sent = self.encode(sums, ops)
         gathered = yield Wire("gather", encoded)
@@ -87,6 +87,6 @@ class TwoPhase:
         return ops.cast(self._joined(decoded, length, ops), dtype), (ops.add_at(residual, start, rest),)
 
     def _joined(self, blocks: Tensor, length: int, ops: Ops) -> Tensor:
-        """Return the first ``length`` entries of blocks, flat."""
+        """Flatten blocks to their first ``length`` entries."""
         flat = ops.reshape(blocks, (-1,))
         return flat if flat.shape[0] == length else flat[:length]

@@ -1,4 +1,4 @@
-"""``none``: the gradient itself travels."""
+"""``none``: the gradient is sent as it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hvd_train.protocol import Ops, Rounds, State, Tensor, Wire
 
 
 class Uncompressed:
-    """Decoded = input, residual = nothing."""
+    """The identity compressor, without a residual."""
 
     per_tensor = False
     elementwise = True

@@ -1,7 +1,7 @@
 """The contracts between the core and everything that knows a framework, a network or a file format.
 
 A *tensor* below is whatever the front-end computes with (``torch.Tensor``, ``tf.Tensor``, ``numpy.ndarray``).
-State goes in and comes out: nothing here hides a dictionary, so the same code runs eagerly, traced and in checkpoints.
+State is an argument and a result: nothing here hides a dictionary, so the same code runs eagerly and traced.
 """
 
 from hvd_train.protocol.communicator import Communicator, CommunicatorModule, Groups, StageLinks, Window

@@ -13,31 +13,31 @@ from hvd_train.protocol.tensors import Handle, Tensor
 
 
 class Window(Protocol):
-    """Memory of each rank, flat and of one type, that all ranks read and change. The rank that has it takes no part."""
+    """One-sided (RMA) access to a flat array on each rank, which all ranks can read and change."""
 
     def read(self, rank: int, into: np.ndarray) -> None:
-        """Copy what ``rank`` has. Other ranks may add to it meanwhile: each entry is from before or after that."""
+        """Copy the array of ``rank``. Each entry is from before or after a concurrent ``add``."""
 
     def add(self, rank: int, x: np.ndarray) -> None:
-        """Add ``x`` to what ``rank`` has; no entry of what other ranks add meanwhile is lost."""
+        """Add ``x`` to the array of ``rank``; concurrent additions are not lost."""
 
     def change(self, rank: int, to: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Replace what ``rank`` has by ``to`` of it, and return what it was; no other ``change`` is between."""
+        """Replace the array x of ``rank`` by ``to(x)`` and return x; atomic with regard to other ``change`` calls."""
 
     def close(self) -> None:
-        """Give the memory back; on all ranks together."""
+        """Free the memory; all ranks call it."""
 
 
 class Communicator(Protocol):
-    """Horovod's verbs over a front-end's tensors. ``serial.py`` is the identity, so no caller asks "if distributed"."""
+    """Horovod's operations on a front-end's tensors. For a world of one, ``serial.py`` has the identity."""
 
     rank: int
     size: int
-    # Among the ranks of this host, whatever part of the world this is: GPUs and cores are the host's.
+    # Among all ranks of the job on this host, also in a subgroup: they share its GPUs and cores.
     local_rank: int
     local_size: int
     mpi: bool  # whether MPI carries the transfers
-    # Seconds within transfers, of those that this rank itself waits for.
+    # Seconds that this rank has spent waiting for transfers.
     waited: float
 
     def open(self) -> None: ...
@@ -53,13 +53,13 @@ class Communicator(Protocol):
     def alltoall_async(self, x: Tensor, sizes: Sequence[int], name: str) -> Handle:
         """Start sending ``sizes[k]`` consecutive entries of the flat ``x`` to rank k, for every rank k.
 
-        ``synchronize`` gives what all ranks sent to this one, flat and in rank order. Sizes may differ between ranks.
+        ``synchronize`` returns what all ranks sent to this one, flat and in rank order. Sizes may differ between ranks.
         """
 
     def reduce_scatter_async(self, x: Tensor, sizes: Sequence[int], name: str) -> Handle:
-        """Start a sum of the flat ``x`` over ranks, of which rank k gets the k-th part, ``sizes[k]`` entries.
+        """Start the sum of the flat ``x`` over ranks, of which rank k gets the k-th part, ``sizes[k]`` entries.
 
-        Ranks are added in rank order, so the result has the same bits in every run and over every transport. ``sizes``
+        Parts are added in rank order, so the result has the same bits in every run and over every transport. ``sizes``
         must be equal on all ranks; ``x`` is not changed.
         """
 
@@ -70,24 +70,24 @@ class Communicator(Protocol):
     def allgather_bytes(self, data: bytes, name: str = "bytes") -> list[bytes]:
         """Return the data of all ranks, in rank order.
 
-        ``name``: named in the message of a rank that waits for others which never come.
+        ``name``: appears in the error of a rank that waits in vain for others.
         """
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Collect the data of all ranks on rank 0, in rank order; the others send theirs once and get []."""
+        """Collect the data of all ranks on rank 0, in rank order; the others get []."""
 
     def scatter_bytes(self, parts: Sequence[bytes]) -> bytes:
-        """Give rank k the k-th of rank 0's ``parts``; those of other ranks are not looked at."""
+        """Send the k-th of rank 0's ``parts`` to rank k and return it; other ranks' ``parts`` are ignored."""
 
     def barrier(self) -> None: ...
 
     def window(self, entries: int, dtype: str) -> Window:
-        """Open ``entries`` zeros on this rank to all ranks, which all call it; without MPI only in a world of one."""
+        """Open a window of ``entries`` zeros on this rank; all ranks call it. Without MPI, only in a world of one."""
 
     def failure(self, error: BaseException | None = None) -> TrainError | None:
         """Return the failure that ended the transfers of this rank, if any.
 
-        It is an earlier one, or ``error``, which came out of a transfer. It stays, whoever catches it.
+        It is an earlier one, or ``error``, which a transfer raised. It is kept even if the exception is caught.
         """
 
 
@@ -103,7 +103,7 @@ class StageLinks(Protocol):
     def receive(self, stage: int, word: str) -> Any: ...
 
     def sum(self, x: np.ndarray, stages: Sequence[int], word: str) -> np.ndarray:
-        """Return the sum over some stages, of which this is one, in their order: the same bits on each."""
+        """Sum over some stages, including this one, in their order: the same bits on each."""
 
     def gather(self, data: bytes, word: str) -> list[bytes]:
         """Collect the data of all stages on stage 0, in their order; the others get []."""
@@ -113,12 +113,11 @@ class StageLinks(Protocol):
 
 @dataclass(frozen=True)
 class Groups:
-    """The ranks that this rank works with: all of the job, and those among which samples are divided.
+    """The groups of ranks that this rank belongs to.
 
-    ``world`` writes checkpoints, stops on signals and compares what a job starts with. ``data`` holds the same weights:
-    it has the loader's ranks, the global batch, the mean of gradients and, without stages, the sums of metrics.
-    ``links``: to the other stages of a pipeline, where each rank holds a part of the model; rank = replica x stages +
-    stage.
+    ``world``: all ranks of the job, for checkpoints, signals and start-up checks. ``data``: the ranks with the same
+    weights, for the loader, the global batch, the mean of gradients and, without stages, the sums of metrics.
+    ``links``: the connections to the other stages of a pipeline; rank = replica x stages + stage.
     """
 
     world: Communicator
@@ -132,8 +131,8 @@ class Groups:
 
     @property
     def sums(self) -> Communicator:
-        """Return the ranks over which losses and metrics are added: stages but the last have zeros, and need the sums
-        like all others."""
+        """Return the ranks over which losses and metrics are summed: all stages need the sums, but only the last adds
+        other than zeros."""
         return self.world if self.links else self.data
 
     @property
@@ -146,4 +145,4 @@ class CommunicatorModule(Protocol):
     """The module that carries a framework's tensors between ranks, named by the framework's record."""
 
     def make_communicator(self, expected_size: int) -> Communicator:
-        """Not yet opened; ``expected_size``: the ranks that the launcher started."""
+        """Make a communicator, not yet open. ``expected_size``: the number of ranks that the launcher started."""

@@ -1,4 +1,4 @@
-"""Samples: what a data set gives, and the part of a batch that one rank takes."""
+"""Samples and batches."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ Fields = Mapping[str, np.ndarray]  # named arrays, first axis: samples
 
 @dataclass(frozen=True)
 class Field:
-    """An array of one sample as it is stored and travels.
+    """An input or label of a sample, as stored and copied to the device.
 
-    The device divides it by ``divisor``, in float32. Where it has a ``mean``, the device subtracts that and divides by
-    ``std``: a number each, or as many as the last axis has. Then numbers take the type of the weights, whole ones
-    int64.
-    ``classes``: of a label that is one of 0, 1, ..., how many there are; ``masked``: some of them are ``ignore_index``.
-    ``image``: the axes are (height, width, channels); None becomes True for three axes of numbers.
-    ``names``: the names of these classes in the order of their numbers, () where they have none. ``columns``: the names
-    of the entries of the last axis, where they are columns of a table.
-    ``ragged``: batches are cut along the first axis, which the longest of their samples fills; shape[0] is the limit.
+    The device divides it by ``divisor``, in float32, and normalizes it with ``mean`` and ``std``, if given: one number
+    each, or one for each entry of the last axis. Then floats are cast to the type of the weights, integers to int64.
+    ``classes``: the number of classes of a label 0, 1, ...; ``masked``: some labels are ``ignore_index``.
+    ``image``: whether the axes are (height, width, channels). By default, fields with three axes and no classes are.
+    ``names``: the class names in order, or (). ``columns``: the names of the entries of the last axis of a table.
+    ``ragged``: batches are cut along the first axis to their longest sample; shape[0] is the maximum.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    # 255 for bytes of an image, which travel as a quarter of the bytes of float32 and give the same bits.
+    # 255 for uint8 images, which take a quarter of the bytes of float32 and give the same bits.
     divisor: float = 1.0
     classes: int | None = None
     masked: bool = False
@@ -45,12 +43,12 @@ class Field:
 
     @property
     def model_shape(self) -> tuple[int | None, ...]:
-        """Return the shape of a sample as a model gets it: None for a length that varies."""
+        """Return the shape of a sample for the model, with None for a variable length."""
         return (None, *self.shape[1:]) if self.ragged else self.shape
 
     @property
     def whole(self) -> bool:
-        """Return whether it reaches the model as whole numbers, or as True and False."""
+        """Return whether the model receives integers or booleans."""
         return self.divisor == 1 and np.dtype(self.dtype).kind != "f"
 
     def __str__(self) -> str:
@@ -59,10 +57,9 @@ class Field:
 
 @dataclass(frozen=True)
 class Sample:
-    """The fields of a sample. A model gets a single input as it is, several of them by their names.
+    """The fields of a sample. A model gets a single input directly, several as a dictionary.
 
-    ``told_classes``: the number of classes that the data or the configuration give where no label's loss is
-    cross_entropy.
+    ``told_classes``: the number of classes from the data or the configuration if no label's loss is cross_entropy.
     """
 
     inputs: Mapping[str, Field]
@@ -71,17 +68,17 @@ class Sample:
 
     @property
     def input_shape(self) -> Any:
-        """Return the shape that a build function gets, or {name: shape} where there are several inputs."""
+        """Return the shape that a build function gets: {name: shape} for several inputs."""
         return one_or_all({name: field.model_shape for name, field in self.inputs.items()})
 
     @property
     def num_classes(self) -> Any:
-        """Return the number of classes, or {label: number} of several labels; None: labels are not classes."""
+        """Return the number of classes, or {label: number} for several labels; None: labels are not classes."""
         numbers = {name: field.classes for name, field in self.labels.items() if field.classes}
         return one_or_all(numbers) if numbers else self.told_classes
 
     def joined(self, other: Sample) -> Sample:
-        """Join a training and a validation part: a class that only one of them holds is a class."""
+        """Merge the fields of a training and a validation part: classes are those of either."""
         labels = {}
         for name, field in self.labels.items():
             its = other.labels[name]
@@ -94,7 +91,7 @@ class Sample:
 def made_up(sample: Sample) -> Batch:
     """Make a batch of two samples of zeros."""
     inputs, labels = (
-        # All places of a mask are there: attention to none is not a number.
+        # Masks are all True: attention to no position gives NaN.
         {
             name: np.full((2, *field.shape), field.ragged and field.dtype == "bool", field.dtype)
             for name, field in fields.items()
@@ -112,9 +109,9 @@ def one_or_all(named: Mapping[str, Any]) -> Any:
 class Batch:
     """One rank's part of a (micro-)batch, padded to a fixed length so that shapes never change.
 
-    inputs, labels: {name: (length, ...)} as stored; a label is (length,) where a sample has one, (length, T) where it
-    has one at each of T places; weights: (length,) float32, 1 for a sample and 0 for padding; indices: (count,) int64,
-    the samples' places in the source, in the order in which they stand in ``inputs`` (padding comes last).
+    inputs, labels: {name: (length, ...)} as stored; a label is (length,) or, with one for each of T positions, (length,
+    T). weights: (length,) float32, 1 for a sample and 0 for padding. indices: (count,) int64, the samples' indices in
+    the source, in the order of ``inputs`` (padding comes last).
     """
 
     inputs: Fields
@@ -127,26 +124,26 @@ class Batch:
         return len(self.indices)
 
 
-# Labels of a batch whose samples are mixed with others: the class of the other one, (length,), and the share of the
-# first one, (length,). No argument of a model has such a name.
+# Labels of mixup and cutmix batches: the class of the other sample and the weight of the first one, (length,) each.
+# No argument of a model can have such a name.
 PARTNER, SHARE = "class of the other", "share of the first"
 
 
 class Source(Protocol):
     """A finite data set with random access. ``fetch`` must be a pure function of the indices.
 
-    Where it has ``drawn(indices, seed, epoch)``, training takes its samples by that; with ``ordered = True`` in the
-    order of the source, by one thread.
+    If it has ``drawn(indices, seed, epoch)``, training calls that instead; with ``ordered = True`` in the order of the
+    source, from one thread.
     """
 
     sample: Sample
-    # A short hash of the content (or of names, sizes and samples): equal on all ranks, or training is refused.
+    # A short hash of the content (or of names, sizes and samples), which must be equal on all ranks.
     fingerprint: str
 
     def __len__(self) -> int: ...
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
-        """indices (k,) int64 -> inputs and labels, each {name: (k, *shape)} of its field's type.
+        """Return inputs and labels for indices (k,) int64, each {name: (k, *shape)} of its field's type.
 
-        A sample's labels have the same shape everywhere; its loss is the mean over them, and so is its accuracy.
+        All samples' labels have the same shape; a sample's loss and accuracy are means over its labels.
         """

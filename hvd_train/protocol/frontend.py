@@ -1,4 +1,4 @@
-"""The contract of a front-end, in parts. Code that needs one part asks for that part alone."""
+"""The contract of a front-end, in parts, so that code can depend on the part that it needs."""
 
 from __future__ import annotations
 
@@ -14,202 +14,202 @@ from hvd_train.protocol.ops import Ops
 from hvd_train.protocol.tensors import Tensor, TensorSpec, Tree
 from hvd_train.protocol.update import DividedUpdate, HostMemory, Optimizer, Packing, ShardedOptimizer, StepUpdate
 
-# float64, as the task has them (task/task.py); by default [loss, number correct, number of samples].
+# float64, defined by the task (task/task.py); by default [loss, number correct, number of samples].
 Sums = Tensor
-# What each loss is multiplied by: one number for all of them; or one for each, and at the end that of a sample.
+# The factor of the loss: one number for all losses, or one for each and then the factor of a sample.
 Scale = float | Sequence[float]
 
 
 class FrontEndPart(Protocol):
-    """What each part has: the framework's operations on tensors, and the ranks."""
+    """The base of all parts: tensor operations and groups of ranks."""
 
     ops: Ops
     groups: Groups
 
 
 class Model(FrontEndPart, Protocol):
-    """The tensors of a model, by name: their shapes, and how they are read and written.
+    """The named tensors of a model: their shapes, and access to their values.
 
-    Checkpoints have canonical names and axes, which are the same in every framework.
+    Checkpoints use canonical names and axes, which are the same in every framework.
     """
 
     def specs(self) -> list[TensorSpec]:
-        """Trainable tensors of this rank, in the same order on every rank of ``groups.data``; none that is frozen."""
+        """List this rank's trainable, not frozen tensors, in the same order on every rank of ``groups.data``."""
 
     def state(self, into: Tree | None = None) -> Tree:
-        """Copy what a model is: weights ``weights/NAME``, running statistics ``statistics/NAME``.
+        """Copy the model's state: weights ``weights/NAME``, running statistics ``statistics/NAME``.
 
-        ``into``: an earlier one, whose memory is taken for it."""
+        ``into``: an earlier copy, whose memory is reused."""
 
     def views(self) -> Iterable[tuple[str, Callable[[], np.ndarray]]]:
-        """(name, what reads it) of each array of ``state``, not copied where that can be helped."""
+        """Yield (name, reader) for each array of ``state``; readers avoid copies if possible."""
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        """Take a tree of ``state``; tensors that are not in it stay as they are."""
+        """Load arrays of ``state``; tensors that are not in ``tree`` stay unchanged."""
 
     def to_canonical(self, name: str, stored: np.ndarray) -> np.ndarray:
-        """Turn an array in the shape that ``specs`` has for this name into canonical axes."""
+        """Convert an array from its shape in ``specs`` to canonical axes."""
 
     def to_stored(self, name: str, canonical: np.ndarray) -> np.ndarray:
-        """Turn an array in canonical axes into the shape of ``specs``."""
+        """Convert an array from canonical axes to its shape in ``specs``."""
 
 
 class Replica(Model, Protocol):
-    """A rank's copy of a model, which is compared and averaged with the copies of other ranks."""
+    """A rank's copy of the model, which can be compared and averaged with the other ranks'."""
 
-    whole: Tree  # {key: an array of the shape} of the whole model's state, where this rank has a part of it; else {}
+    whole: Tree  # {key: an array of the shape} of the whole model's state if this rank has a part of the model; else {}
 
     @property
     def axes(self) -> str:
-        """The order in which the axes of weights and gradients lie, in words, where a framework has several."""
+        """Describe the memory layout of weights and gradients, if the framework has several."""
 
     def checksums(self) -> dict[str, int]:
-        """{canonical name: 64-bit sum of a weight's bits}, in the same order on every rank; cheaper than ``state``."""
+        """Return {canonical name: 64-bit sum of a weight's bits}, in the same order on every rank."""
 
     def average(self, names: Collection[str]) -> None:
-        """Average the weights of these canonical names over the ranks, in place."""
+        """Average the named weights (canonical names) over the ranks, in place."""
 
 
 class WeightNames(Model, Protocol):
-    """A model that can begin with the weights of a file: what they are called there."""
+    """A model that can be initialized from a file: the names of its weights there."""
 
     def aliases(self, canonical: bool) -> Mapping[str, tuple[str, Any]]:
         """Return {name in a file of weights: (key of ``state``, Layout of the file's axes; None: canonical)}.
 
-        ``canonical``: the file has names and axes of checkpoints, else those of the framework, with dots for slashes.
+        ``canonical``: the file has the names and axes of checkpoints, else the framework's, with dots for slashes.
         """
 
     def names_here(
         self, path: Path | None, names: Collection[str], given: Callable[[str], bool], where: str
     ) -> Mapping[str, str]:
-        """Return {name in a file: name in ``aliases``; "": none} where the two may differ.
+        """Return {name in a file: name in ``aliases``; "": none} for names that may differ.
 
         ``path``: a file of the framework; None: the ``names`` are those of a checkpoint. ``given``: whether the user
-        says what a name is. Raises ConfigError where another name cannot be told.
+        maps a name. Raises ConfigError for a name that cannot be matched.
         """
 
 
 class TracksStatistics(FrontEndPart, Protocol):
-    """A model with batch normalization, whose running statistics each rank gathers from its own samples."""
+    """A model with running statistics of batch normalization, which each rank computes from its own samples."""
 
     def running_statistics(self) -> Tree:
-        """Copy this rank's, ``statistics/NAME`` as in ``state``; ``load`` takes them back."""
+        """Copy this rank's running statistics, ``statistics/NAME`` as in ``state``; ``load`` restores them."""
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None: ...
 
     def average_statistics(self) -> None:
-        """Make them equal on all ranks, in place: their mean."""
+        """Average the running statistics over all ranks, in place."""
 
 
 class GathersStatistics(TracksStatistics, Protocol):
-    """A model whose running statistics can be computed anew by a pass over the training data."""
+    """A model whose running statistics can be recomputed by a pass over the training data."""
 
     def to_device(self, batch: Batch) -> Any: ...
 
     def run_queued(self) -> None: ...
 
     def begin_statistics(self) -> bool:
-        """Begin to gather the statistics of batch normalization; return whether the model has any."""
+        """Start recomputing the running statistics; return whether the model has any."""
 
     def add_statistics(self, placed: Any) -> None:
-        """Add those of this rank's part of a micro-batch. All ranks call it.
+        """Add the statistics of this rank's part of a micro-batch. All ranks call it.
 
-        The model computes as in evaluation, but batch normalization by the statistics of the whole micro-batch.
+        The model is in evaluation mode, but batch normalization uses the statistics of the whole micro-batch.
         """
 
     def take_statistics(self) -> None:
-        """Give the layers the statistics of all samples since ``begin_statistics``."""
+        """Set the running statistics to those of all samples since ``begin_statistics``."""
 
 
 class Parameters(Model, Protocol):
-    """The trainable tensors as an update moves them: in flat buckets, between steps or within one that is traced."""
+    """The trainable tensors as an update uses them: in flat buckets, between steps or within a traced step."""
 
     packing: Packing
 
     def connect(self, update: StepUpdate) -> Optimizer:
-        """Build the optimizer and its slots over the update's buckets, and take it for every later ``train_step``.
+        """Build the optimizer and its state over the update's buckets; later ``train_step`` calls use it.
 
-        Without it a front-end evaluates and predicts, and its state is weights and running statistics alone.
+        Without it a front-end evaluates and predicts, and its state is weights and running statistics only.
         """
 
     def flat_weights(self) -> list[Tensor]:
-        """Return (n,) for each bucket of the update: the weights of now, which later steps do not change."""
+        """Return the current weights, (n,) for each bucket of the update; later steps do not change the result."""
 
     def run_queued(self) -> None:
-        """Run the steps that ``Trainable.queued`` holds; whatever asks for what they change does it by itself."""
+        """Run the steps in ``Trainable.queued``; whatever reads their results does so implicitly."""
 
     def retrace(self) -> None:
-        """Run queued steps, and take the update as it is now for later ones: its exchange has changed."""
+        """Run queued steps, and trace later ones again, because the update's exchange has changed."""
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of tensors to call between steps, which reads and changes weights and cells."""
+        """Compile a function of tensors that reads and changes weights and cells, to be called between steps."""
 
     def in_background(
         self, start: Callable[..., Any], finish: Callable[[Any], Any]
     ) -> Callable[..., Callable[[], Any]]:
-        """Return a function of tensors that starts a transfer, during which training goes on.
+        """Return a function of tensors that starts a transfer in the background.
 
-        It calls ``start`` with the tensors; what it returns waits for the transfer and gives the result of ``finish``,
-        called with that of ``start``. Neither reads weights or cells.
+        It calls ``start`` with the tensors and returns a function that waits for the transfer and returns the result of
+        ``finish``, called with that of ``start``. Neither reads weights or cells.
         """
 
 
 class Shardable(Parameters, Protocol):
-    """Trainable tensors of which each rank can move a part (``optim.sharded``)."""
+    """Trainable tensors of which each rank can update a part (``optim.sharded``)."""
 
     def host_memory(self) -> HostMemory | None:
-        """Connect the ranks that share the data, which all call this; None if they cannot share memory."""
+        """Set up shared memory among the ranks of a host; None if they cannot. All ranks of ``groups.data`` call it."""
 
     def connect_sharded(self, update: DividedUpdate) -> ShardedOptimizer:
-        """Do what ``connect`` does for an optimizer of this rank's parts."""
+        """Build the optimizer of this rank's parts, like ``connect``."""
 
 
 class Trainable(FrontEndPart, Protocol):
-    """A model that takes steps.
+    """A model that can be trained.
 
-    A step is: any number of ``add_gradients`` calls, then one ``train_step``, which hands the gradients to the update.
-    ``scale`` is 1 / (samples of the global batch), known beforehand from the order of samples, so that summing
-    gradients over micro-batches and ranks gives the gradient of the global mean loss; or a number for each loss, where
-    the labels decide how much they count (``counts``).
+    A step is any number of ``add_gradients`` calls, then one ``train_step``, which passes the gradients to the update.
+    ``scale`` is 1 / (samples of the global batch), known from the order of samples, so the sum of gradients over
+    micro-batches and ranks is the gradient of the global mean loss. If labels determine the weight of a loss
+    (``counts``), it is a number for each loss.
     """
 
     task: Any  # task.task.Task
 
     @property
     def queued(self) -> Sequence[Any]:
-        """Steps that were handed in and have not run: they do when enough are there."""
+        """Return the steps that have not run yet; several run at once."""
 
     def freeze(self, names: Collection[str], fixed: Collection[str] = ()) -> None:
-        """Leave the trainable tensors of these names as they are from the next ``connect`` on, and no others.
+        """Freeze the named tensors, and no others, from the next ``connect`` on.
 
-        ``fixed``: those whose batch normalization uses its running statistics in training, and leaves them.
+        ``fixed``: the ones whose batch normalization uses its running statistics in training and keeps them.
         """
 
     def without_dropout(self) -> None:
-        """Set the rate of every dropout layer to 0; before ``connect``."""
+        """Set the rate of every dropout layer to 0; call it before ``connect``."""
 
     def to_device(self, batch: Batch) -> Any: ...
 
     def counts(self, batch: Batch) -> np.ndarray:
-        """(losses,) float64: by how much each loss of this batch counts."""
+        """Return the weight of each loss of this batch in the global mean, (losses,) float64."""
 
     def add_gradients(self, placed: Any, scale: Scale, seed: int) -> Sums: ...
 
     def train_step(self, placed: Any, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0) -> Sums:
-        """``unscale``: what the gradient is multiplied by before it is exchanged, with a scaled loss."""
+        """Take a step. ``unscale``: the factor on the gradient before the exchange, for a scaled loss."""
 
     def run_queued(self) -> None: ...
 
     def finite(self) -> bool:
-        """Return whether the gradients of the last step were finite on all ranks, with
-        ``FrontEndConfig.checks_gradients``; else no weight, slot or residual changed."""
+        """Return whether the last step's gradients were finite on all ranks, with ``FrontEndConfig.checks_gradients``;
+        if not, the step was skipped."""
 
     def compression_error(self, placed: Any, scale: Scale, seed: int) -> Tensor:
-        """The figures of ``update/error_meter.py`` for this batch's gradient, which is then forgotten."""
+        """Measure the error of compression on this batch's gradient, which is not applied (update/error_meter.py)."""
 
 
 class Evaluable(FrontEndPart, Protocol):
-    """A model that is evaluated, and predicts."""
+    """A model that can be evaluated and can predict."""
 
     task: Any  # task.task.Task
 
@@ -218,34 +218,34 @@ class Evaluable(FrontEndPart, Protocol):
     def average_statistics(self) -> None: ...
 
     def evaluate_batch(self, placed: Any) -> Sums:
-        """Return the sums of the task, and behind them what ``Task.scores`` adds."""
+        """Return the task's sums, followed by those of ``Task.scores``."""
 
     def predict(self, placed: Any) -> np.ndarray:
-        """(at least count, ..., num_classes) float: logits, one row for each label; padding may follow."""
+        """Return logits (at least count, ..., num_classes) float, one row for each label; padding may follow."""
 
 
 class Runtime(Protocol):
-    """What the training costs this rank: time and memory."""
+    """Measurements of this rank: waiting time and memory."""
 
     def waited(self) -> float:
-        """Return the seconds in which this rank has waited for transfers since it began; with no step queued."""
+        """Return the seconds that this rank has waited for transfers since its start; no step may be queued."""
 
     def peak_device_bytes(self) -> int:
-        """Return the most memory of a GPU that this rank's tensors have taken; 0: they lie in the host's."""
+        """Return the peak GPU memory of this rank's tensors; 0: on a CPU."""
 
 
 class FrontEnd(Shardable, Replica, WeightNames, GathersStatistics, Trainable, Evaluable, Runtime, Protocol):
-    """A model, its optimizer and its device in one framework: all parts together, as a job opens and hands them on."""
+    """A model, its optimizer and its device in one framework: all parts together."""
 
 
 class FrontEndModule(Protocol):
     """The module that a framework's record names (hvd_train/frameworks.py); loading it loads the framework."""
 
     def configure(self, threads: int) -> None:
-        """Take this rank's share of the cores; before the first tensor."""
+        """Limit the framework to this rank's share of the cores; call it before the first tensor."""
 
     def open_frontend(self, config: Any, groups: Groups, sample: Sample) -> FrontEnd:
-        """``config``: a ``FrontEndConfig``, whose file itself asks what frameworks there are."""
+        """Open the front-end. ``config``: a ``FrontEndConfig``, whose package is above this one."""
 
     def cpu_ops(self) -> Ops: ...
 
@@ -253,5 +253,5 @@ class FrontEndModule(Protocol):
         """Count the GPUs that the framework sees."""
 
 
-# A model function: build(**options), with input_shape= and num_classes= if it has them.
+# A model function: build(**options), also with input_shape= and num_classes= if it has such parameters.
 Build = Callable[..., Any]

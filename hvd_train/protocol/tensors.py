@@ -14,12 +14,12 @@ Tensor = Any
 Handle = Any
 Tree = dict[str, np.ndarray]  # flat: key -> array
 
-# Words of the names of biases and of scales of a normalization, in both frameworks.
+# Words in the names of biases and normalization scales, in both frameworks.
 VECTORS = frozenset({"bias", "beta", "gamma", "scale"})
 
 
 def is_vector(name: str, shape: Sequence[int]) -> bool:
-    """Return whether a tensor is a bias or a scale, however many axes it has, and not the weights of a sum.
+    """Return whether a tensor is a bias or a scale, however many axes it has.
 
     The bias of Keras' GRU is (2, 3 h), that of its attention (heads, size).
     """
@@ -30,7 +30,7 @@ def is_vector(name: str, shape: Sequence[int]) -> bool:
 class TensorSpec:
     """A trainable tensor: canonical name, shape in the framework's axis order, NumPy dtype name.
 
-    ``place``: the number of the device that it lies on, among those of the rank.
+    ``place``: the index of its device among those of the rank.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Everything between the backward pass and new weights: compressor, exchange, optimizer, update."""
+"""The contracts from gradients to new weights: compressor, exchange, optimizer, update."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from hvd_train.protocol.tensors import Tensor, Tree
 
 @dataclass(frozen=True)
 class Wire:
-    """One round of a compressor: ``sum`` tensors are added over ranks, ``gather`` ones concatenated along axis 0.
+    """The tensors that a compressor sends in one round, and the collective.
 
-    ``alltoall`` ones are flat. Rank k gets the k-th of N equal parts of every rank's, in rank order.
+    ``sum``: added over ranks. ``gather``: concatenated along axis 0. ``alltoall``: flat; rank k gets the k-th of N
+    equal parts from every rank, in rank order.
     """
 
     kind: str
     tensors: tuple[Tensor, ...]
 
 
-# What the names of entries begin with that an update keeps from one step for the next, and can do without.
+# Name prefix of state in flight between steps, without which an update can start as well.
 IN_FLIGHT = "under_way/"
-# The same of entries that an update takes one by one, each of which may be missing: it begins at zero.
+# Name prefix of an update's optional entries; a missing one begins at zero.
 EXCHANGE_PREFIX = "exchange/"
 # A compressor's state for one bucket: residual, low-rank basis, ...
 State = tuple[Tensor, ...]
@@ -35,33 +36,33 @@ Rounds = Generator[Wire, tuple[Tensor, ...], tuple[Tensor, State]]
 
 
 class Compressor(Protocol):
-    """Turns one gradient into wires and back; it never sees a network.
+    """Encodes a gradient for sending, and decodes the result; it knows no network.
 
-    Law: input + old residual = this rank's decoded part + new residual. Where sums are rounded as well, it holds for
-    the sums of these over all ranks.
+    Law: input + old residual = this rank's decoded part + new residual. If sums are rounded as well, it holds for the
+    sums of these over all ranks.
     """
 
-    # True: wants each tensor in its shape (PowerSGD); False: works on flat buckets.
+    # True: needs single tensors in their shapes (PowerSGD); False: works on flat buckets.
     per_tensor: bool
-    # True: each entry is summed by itself, so that a rank may ask for a part of the sum.
+    # True: entries are summed independently, so a rank may receive only a part of the sum.
     elementwise: bool = False
 
     def init_state(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]: ...
 
     def rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:
-        """Yield a wire, receive it reduced, once or several times; return (decoded sum over ranks, new state)."""
+        """Yield one or more wires and receive each reduced; return (decoded sum over ranks, new state)."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The limits of buckets: at most ``bucket_bytes`` in one; from ``alone_bytes`` on a tensor goes alone."""
+    """Bucket sizes: at most ``bucket_bytes``; a tensor of ``alone_bytes`` or more has its own bucket."""
 
     bucket_bytes: int
     alone_bytes: int
 
 
 class Exchange(Protocol):
-    """Gradients in, reduced gradients out (update/exchange.py): called eagerly, from hooks, or while tracing."""
+    """The reduction of gradients over ranks (update/exchange.py): called eagerly, from hooks, or while tracing."""
 
     communicator: Communicator
     ops: Ops
@@ -69,7 +70,7 @@ class Exchange(Protocol):
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]:
-        """Indices into ``specs()``; each bucket travels as one flat tensor."""
+        """Return indices into ``specs()``; each bucket is exchanged as one flat tensor."""
 
     def uncompressed(self, communicator: Communicator) -> Exchange: ...
 
@@ -93,90 +94,90 @@ class Exchange(Protocol):
 
 
 class Optimizer(Protocol):
-    """Weights in buckets, their slots, and the formula that moves both by a gradient."""
+    """An optimizer over flat buckets of weights."""
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
-        """Move weights and slots; ``gradients``: (n,) for each bucket."""
+        """Update weights and optimizer state; ``gradients``: (n,) for each bucket."""
 
     def weights(self, bucket: int) -> Tensor:
-        """Return (n,): the weights of a bucket, as its gradient lies; not to be changed in place."""
+        """Return the weights of a bucket, (n,), in the layout of its gradient; callers must not change them."""
 
     def parts(self, bucket: int) -> Sequence[Tensor]:
-        """Return the same, (n,) for each tensor; nothing is copied where the framework can do without."""
+        """Return the weights of a bucket, (n,) for each tensor, without a copy if the framework can."""
 
     def take(self, bucket: int, weights: Tensor) -> None:
-        """Take (n,): all weights of a bucket."""
+        """Set all weights of a bucket, (n,)."""
 
     def views(self) -> Iterable[tuple[str, Callable[[], np.ndarray]]]:
-        """(name, what reads it) of each slot, ``slots/SLOT/NAME`` with the weight's canonical name."""
+        """Yield (name, reader) for each slot, ``slots/SLOT/NAME`` with the weight's canonical name."""
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        """Take slots by these names; others stay as they are."""
+        """Load slots by these names; others stay unchanged."""
 
 
 class ShardedOptimizer(Protocol):
-    """An optimizer of this rank's part of each bucket, and of the slots that belong to it."""
+    """An optimizer over this rank's part of each bucket."""
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
-        """Move this rank's part of the weights; ``gradients``: (n,) of this rank's part of each bucket."""
+        """Update this rank's part of the weights; ``gradients``: (n,) of this rank's part of each bucket."""
 
     def parts(self, bucket: int) -> Sequence[Tensor]:
-        """Return (n,) for each tensor: the weights of this rank's part of a bucket, in the order of gradients."""
+        """Return the weights of this rank's part of a bucket, (n,) for each tensor, in the order of gradients."""
 
     def take(self, bucket: int, bounds: tuple[int, int], weights: Tensor) -> None:
-        """Take (n,): the weights of a bucket from its entry ``bounds[0]`` up to ``bounds[1]``."""
+        """Set the weights of a bucket, (n,), in [bounds[0], bounds[1])."""
 
     def entries(self) -> Sequence[Entry]: ...
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        """Take this rank's parts of whole slots by their names; others stay as they are."""
+        """Load this rank's parts of the named slots, given whole; others stay unchanged."""
 
 
 class HostSums(Protocol):
     """Sums of flat tensors over the ranks of a host."""
 
     def start(self, place: int, x: Tensor, pieces: Sequence[Sequence[tuple[int, int]]]) -> Callable[[], Tensor]:
-        """Start the sum of ``x``; the function that comes back gives this rank's pieces, one behind the other.
+        """Start the sum of ``x``; return a function that returns this rank's pieces of it, concatenated.
 
-        ``pieces``: of each rank of this host, as [first entry, the one behind the last).
+        ``pieces``: [first, last) entries for each rank of this host.
         """
 
 
 class HostMemory(Protocol):
-    """Memory of the ranks of one host. All of them must call the same, in the same order.
+    """Shared memory of the ranks of one host, which must all make the same calls in the same order.
 
-    ``hosts``: the ranks of each host, in order; ``rank``: the place of this one among those of its host.
+    ``hosts``: the ranks of each host, in order. ``rank``: this rank's index among those of its host.
     """
 
     rank: int
     hosts: Sequence[Sequence[int]]
 
     def barrier(self, name: str) -> None:
-        """Wait until all ranks are here. What one wrote before it, the others read after it."""
+        """Wait for all ranks. Writes before it are visible to all after it."""
 
     def share(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return flat tensors that all ranks have in common, with rank 0's values of these ones."""
+        """Copy rank 0's flat tensors into memory that all ranks share; return the shared tensors."""
 
     def sums(self, lengths: Sequence[int]) -> HostSums:
-        """Return the way to sum flat tensors, the k-th of at most ``lengths[k]`` bytes."""
+        """Set up sums of flat tensors, the k-th of at most ``lengths[k]`` bytes."""
 
 
 class Placement(Enum):
-    """The ranks on which an entry of state lives, and so the way in which a checkpoint writes it."""
+    """How an entry of state is distributed over ranks, and so how a checkpoint writes it."""
 
     REPLICATED = "replicated"  # equal on all ranks: rank 0 writes it
-    # Each rank has another one: all are written, and left behind on another number of ranks.
+    # Different on each rank: all are written, and ignored on another number of ranks.
     PER_RANK = "per rank"
-    # Each rank has a part of it: joined in rank order before it is written.
+    # Each rank has a part: concatenated in rank order before it is written.
     SHARDED = "sharded"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One array of an update's state. ``read`` gives a view of what this rank has, not copied where that can be helped.
+    """An array of an update's state. ``read`` returns this rank's data, without a copy if possible.
 
-    Where this rank has a part of the array, ``read`` gives it flat, ``shape`` is that of the whole array, and ``whole``
-    makes the array of all flat parts, joined in rank order.
+    If this rank has a part of the array, ``read`` returns it flat, ``shape`` is that of the whole array, and ``whole``
+    builds the array from the flat parts, concatenated in rank order.
     """
 
     name: str
@@ -187,18 +188,18 @@ class Entry:
 
 
 class StepUpdate(Protocol):
-    """An update as a front-end calls it within a step (update/replicated.py)."""
+    """The methods of an update that a front-end calls within a step (update/replicated.py)."""
 
     exchange: Exchange
-    delay: int  # steps for which a gradient that was handed in keeps its memory, as it is applied later
+    delay: int  # steps between a gradient and its use; its memory must live as long
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]: ...
 
     def begin(self) -> None:
-        """Start what travels during the next step: called before its backward pass, or after the step before it."""
+        """Start the transfers that overlap with the next step; called before its backward or after the step before."""
 
-    # Start for each bucket in any order, then finish once; reduce is both. Then step.
+    # Call ``start`` for each bucket in any order, then ``finish`` once (``reduce`` does both), then ``step``.
     def start(self, bucket: int, gradient: Tensor) -> Any: ...
 
     def finish(self, started: Sequence[Any]) -> list[Tensor]: ...
@@ -213,92 +214,92 @@ class StepUpdate(Protocol):
 
 
 class DividedUpdate(StepUpdate, Protocol):
-    """An update of which each rank has a part (update/sharded.py)."""
+    """An update with sharded optimizer state (update/sharded.py)."""
 
-    host: HostMemory | None  # of ranks that share the memory of the weights
+    host: HostMemory | None  # if the ranks of a host share the memory of the weights
 
     def bounds(self, bucket: int) -> tuple[int, int]:
-        """Return the first entry of this rank's part of a bucket, and the one behind its last."""
+        """Return the [first, last) entries of this rank's part of a bucket."""
 
     def total(self, squares: list[Tensor]) -> Sequence[Tensor]:
-        """Join the sums of squares of parts of tensors over the ranks. All ranks call it, in the same order."""
+        """Add the sums of squares of parts of tensors over the ranks. All ranks call it, in the same order."""
 
 
 class Update(Protocol):
-    """Everything between the backward pass and new weights, as a training calls it between steps; on all ranks alike.
+    """The methods of an update that a training calls between steps, the same on all ranks.
 
-    ``AveragedUpdate`` (update/averaged_update.py) is one around another one.
+    ``AveragedUpdate`` (update/averaged_update.py) wraps another update.
     """
 
     @property
     def diverged(self) -> bool:
-        """Return whether the weights of the ranks' models may differ now."""
+        """Return whether the models' weights may now differ between ranks."""
 
     @property
     def local_gradients(self) -> bool:
-        """Return whether a rank's gradient is the mean over its samples, not its part of the global mean."""
+        """Return whether a rank's gradient is the mean over its own samples, not its part of the global mean."""
 
     @property
     def lockstep(self) -> bool:
         """Return whether all ranks take each step together.
 
-        Else no rank waits for another while an epoch is trained (core/pace.py).
+        If not, no rank waits for another within an epoch (core/pace.py).
         """
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]: ...
 
     def before_step(self, step: int, samples: int) -> None:
-        """Prepare step number ``step`` (from 1), of which all ranks together have ``samples``."""
+        """Prepare step number ``step`` (from 1) with ``samples`` samples over all ranks."""
 
     def after_step(self, step: int, samples: int) -> None:
-        """Do what follows step number ``step`` (from 1), of which this rank had ``samples``."""
+        """Handle the end of step number ``step`` (from 1) with ``samples`` samples on this rank."""
 
     @property
     def has_global_weights(self) -> bool:
-        """Return whether the model has the weights that are evaluated and saved."""
+        """Return whether the model holds the weights that are evaluated and saved."""
 
     def end_epoch(self, epoch: int, epochs: int) -> None:
-        """Do what follows the end of epoch number ``epoch`` (from 1) of ``epochs``."""
+        """Handle the end of epoch number ``epoch`` (from 1) of ``epochs``."""
 
     def end_training(self) -> bool:
-        """Do what follows the end of the training; return whether other weights are evaluated from here on."""
+        """Handle the end of the training; return whether other weights are evaluated from now on."""
 
     @property
     def needs_statistics(self) -> bool:
-        """Return whether running statistics must be gathered for the weights that the model has now."""
+        """Return whether running statistics must be recomputed for the model's current weights."""
 
     def keep_statistics(self, training: Tree) -> None:
-        """Let the global weights keep the running statistics that the model has now.
+        """Keep the model's current running statistics for the global weights.
 
-        ``training``: those that it had with its own weights (``TracksStatistics.running_statistics``).
+        ``training``: the statistics of the local weights (``TracksStatistics.running_statistics``).
         """
 
     def take_global_weights(self) -> None:
-        """Give the model the weights that are evaluated and saved, equal on all ranks; not twice in a row."""
+        """Load the weights that are evaluated and saved, equal on all ranks, into the model; not twice in a row."""
 
     def take_local_weights(self) -> None:
-        """Give each rank's model the weights that it had before ``take_global_weights``, bit for bit."""
+        """Restore each rank's weights from before ``take_global_weights``, bit for bit."""
 
     def note(self) -> str:
-        """Return what to tell rank 0's user after an epoch; empty: nothing."""
+        """Return rank 0's message for the user after an epoch; empty: none."""
 
     def close(self) -> None:
-        """Give back what the update has outside this process, when training has ended; on all ranks alike."""
+        """Free resources outside this process when training has ended; all ranks call it."""
 
     # For checkpoints.
     @property
     def in_flight(self) -> bool:
-        """Return whether something that the next step does not wait for travels; on all ranks alike."""
+        """Return whether a transfer is in flight between steps; equal on all ranks."""
 
     def finish_transfers(self) -> None:
-        """Bring to an end what travels between steps, so that ``state`` is whole; on all ranks together."""
+        """Wait for transfers in flight, so that ``state`` is complete; all ranks call it."""
 
     def state(self) -> Sequence[Entry]: ...
 
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
-        """Take arrays of ``state``, those of ``REPLICATED`` entries piece by piece.
+        """Load arrays of ``state``: first ``REPLICATED`` entries, possibly in several calls.
 
-        Those of ``PER_RANK`` entries come last and once, when the model has the weights of the checkpoint; none where
-        the run begins, or goes on with another number of ranks.
+        A last call has the ``PER_RANK`` entries, when the model holds the checkpoint's weights. They are empty at the
+        start of a run and on another number of ranks.
         """

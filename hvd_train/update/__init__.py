@@ -1,4 +1,4 @@
-"""Everything between the backward pass and new weights. An update is a file and a row of ``config/modes``."""
+"""From gradients to new weights. To add an update, add a file here and a row to ``config/modes``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def make_update(
     spec: ModeSpec | None = None,
     share_memory: bool = True,
 ) -> Replicated:
-    """Build the update of ``spec``, or else of ``exchange.mode``, and connect it to the front-end.
+    """Build the update of ``spec`` (default: of ``exchange.mode``) and connect it to the front-end.
 
-    ``build`` makes the exchange over a communicator; ``alone`` is one of this rank alone, for gradients that stay.
+    ``build`` makes the exchange over a communicator. ``alone`` is a communicator of this rank, for local gradients.
     """
     spec = spec or options.spec
     values = [getattr(options, option) for option in spec.options]

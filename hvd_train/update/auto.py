@@ -1,4 +1,4 @@
-"""``exchange.compression: auto``: the candidates exchange random gradients of the model's shapes."""
+"""``exchange.compression: auto``: time each candidate on random gradients of the model's shapes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hvd_train.compression.table import COMPRESSORS
 from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec
 from hvd_train.update.exchange import Exchange
 
-CANDIDATES = tuple(name for name, one in COMPRESSORS.items() if one.auto)  # what leaves out least comes first
-# A candidate that leaves out more must take less than this share of the time.
+CANDIDATES = tuple(name for name, one in COMPRESSORS.items() if one.auto)  # the least lossy first
+# A lossier candidate is chosen if it takes less than this share of the time.
 WORTH = 0.9
-# An exchange that takes longer is timed once, others so many times.
+# An exchange longer than LONG_SECONDS is timed once, others TURNS times.
 LONG_SECONDS, TURNS = 0.5, 5
 
 
@@ -41,8 +41,8 @@ def choose(
 def _seconds(
     specs: Sequence[TensorSpec], packing: Packing, compressor: Compressor, communicator: Communicator, ops: Ops
 ) -> float:
-    """Return the seconds of the fastest turn on the slowest rank."""
-    # The fastest, because whatever disturbs an exchange makes it longer.
+    """Time the exchange several times; return the seconds of the fastest turn on the slowest rank."""
+    # The fastest, because noise can only make an exchange longer.
     exchange = Exchange(specs, packing, compressor, communicator, ops)
     rng = np.random.default_rng(0)
     gradients = []
@@ -52,14 +52,14 @@ def _seconds(
     states = [tuple(map(ops.from_numpy, arrays)) for arrays in exchange.init_state()]
     best = math.inf
     for turn in range(TURNS):
-        # An exchange may reduce in place, and the gradients are wanted again.
+        # An exchange may reduce in place, and the next turn needs the gradients again.
         copies = [g + 0 for g in gradients]
-        # Else the wait for the last rank would count as a part of the exchange.
+        # Else the wait for the last rank would be timed as well.
         communicator.barrier()
         began = time.perf_counter()
         reduced, states = exchange.reduce(copies, states)
         for flat in reduced:
-            # A device's work is done only when its result is here.
+            # Copied to the host, because a GPU works asynchronously.
             ops.to_numpy(flat[:1])
         seconds = time.perf_counter() - began
         best = min(best, max(json.loads(part) for part in communicator.allgather_bytes(json.dumps(seconds).encode())))

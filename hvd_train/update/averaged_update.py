@@ -1,4 +1,4 @@
-"""An update whose weights are averaged over time: the average is evaluated, saved, and the result."""
+"""An update that averages the weights over time: the average is evaluated and saved."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hvd_train.update.replicated import STATISTICS, TRAINING, Replicated
 from hvd_train.update.schedule_free import ScheduleFree
 from hvd_train.update.weight_average import WeightAverage
 
-MEAN = f"{EXCHANGE_PREFIX}mean_weights/"  # what the names of averages begin with that are not ready
+MEAN = f"{EXCHANGE_PREFIX}mean_weights/"  # prefix of the names of averages that are not ready
 
 
 class AveragedUpdate:
-    """An update around another one, whose ``diverged`` is always false.
+    """Wraps an update whose ``diverged`` is always false, and keeps an average of its weights.
 
-    A checkpoint has the average as the weights, and beside it those that training goes on with.
+    A checkpoint holds the average as the weights, and the training weights beside it.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class AveragedUpdate:
         self.average = make(update)
         update.move = self.average.step
         self._weights: list[Tensor] = []  # this rank's weights, while the model has the average
-        self._statistics: Tree = {}  # running statistics of those of the two that the model has not
-        self._received: Tree = {}  # averages of a checkpoint that are not ready
+        self._statistics: Tree = {}  # running statistics of the weights that the model does not hold now
+        self._received: Tree = {}  # from a checkpoint: averages that are not ready
 
     # ---- what the average is
 
     def before_step(self, step: int, samples: int) -> None:
-        self._statistics = {}  # of an average that a checkpoint had: a run that goes on will end with others
+        self._statistics = {}  # a resumed run ends with another average than its checkpoint's
         self.update.before_step(step, samples)
 
     @property
@@ -62,7 +62,7 @@ class AveragedUpdate:
         if self.average.ready:
             self.update.frontend.run_queued()
             if self.average.needs_statistics:
-                self._model.average_statistics()  # as for a checkpoint: a run that goes on from it has these
+                self._model.average_statistics()  # as for a checkpoint, which a run may resume from
             self._weights = self._moved.read()
             self._moved.write(self.average.global_weights())
             self._exchange_statistics()
@@ -74,7 +74,7 @@ class AveragedUpdate:
             self._exchange_statistics()
 
     def _exchange_statistics(self) -> None:
-        """Give the model the running statistics that belong to its weights, where these were kept."""
+        """Swap the model's running statistics for those of its current weights, if they were kept."""
         if self._statistics:
             here = self._model.running_statistics()
             self._model.load(self._statistics)
@@ -88,7 +88,7 @@ class AveragedUpdate:
         return [*self.update.state(), *numbers, *self._weight_entries()]
 
     def _weight_entries(self) -> list[Entry]:
-        """List what a checkpoint has beside weights and slots, which are averages or have some that are not ready."""
+        """List the training weights and statistics if the averages are ready, otherwise the unfinished averages."""
         if not self.average.ready:
             return self._moved.entries(MEAN, self.average.global_weights)
         entries = self._moved.entries(TRAINING, lambda: self._weights or self._moved.read())
@@ -102,7 +102,7 @@ class AveragedUpdate:
             self.average.load_numbers(tree)
             self._received |= {key: x for key, x in tree.items() if key.startswith((MEAN, STATISTICS))}
         else:
-            # The model has the checkpoint's weights, which are the average. It gets those of the training below.
+            # The model holds the checkpoint's weights, the average. ``update.load`` gives it the training weights.
             received, self._received, self._weights = self._received, {}, []
             self.average.begin_average()
             if any(key.startswith(MEAN) for key in received):
@@ -144,7 +144,7 @@ class AveragedUpdate:
 
 
 def averaged(config: Config, update: Replicated, model: TracksStatistics) -> Update:
-    """Return the update of the model with the average that the configuration asks for, if any."""
+    """Wrap the update with the average that the configuration asks for, if any."""
     make: Callable[[Replicated], WeightAverage]
     if config.ema:
         make = partial(ExponentialMean, decay=config.ema.decay, every=config.ema.every_n_steps)

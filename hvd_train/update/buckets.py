@@ -1,4 +1,4 @@
-"""Buckets: which tensors travel together."""
+"""Buckets: which tensors are exchanged together."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Collection, Hashable, Sequence
 
 from hvd_train.protocol import Packing, TensorSpec
 
-# Entries. Tensors of fewer cost more time to compress than to send, and biases are worth their bytes.
+# Entries. Smaller tensors take more time to compress than to send, and biases should stay exact.
 SMALL = 4096
-# The same in every framework, because what a compressor leaves out depends on its bucket.
+# The same in every framework, because a compressor's error depends on the bucket.
 COMPRESSED = Packing(4 << 20, 4 << 20)
-# Of small tensors, where a compressor takes each of the others alone.
+# For small tensors, if a compressor takes each of the others alone.
 JOINED = Packing(bucket_bytes=1 << 20, alone_bytes=1 << 20)
 
 
@@ -21,19 +21,19 @@ def plan(
     whole: Collection[int] = (),
     rules: Sequence[Hashable] = (),
 ) -> tuple[tuple[int, ...], ...]:
-    """Return buckets of indices into ``specs``, last layers first: backward finishes their gradients first.
+    """Divide the indices of ``specs`` into buckets, last layers first: backward finishes their gradients first.
 
-    Every index stands in exactly one bucket; a bucket holds one dtype, lies on one device, and has tensors of one of
-    ``rules``, which has an entry for each tensor, or none. Tensors of fewer than ``small`` entries and those of
-    ``whole`` stand in other buckets. The plan depends on these alone, so it is the same on all ranks; the buckets of
-    one rule do not depend on the tensors of others.
+    Every index is in exactly one bucket. The tensors of a bucket share dtype, device and rule (``rules``: one for each
+    tensor, or empty). Tensors of fewer than ``small`` entries and those in ``whole`` have buckets of their own. The
+    plan depends on these arguments alone, so it is the same on all ranks. The buckets of one rule do not depend on
+    the tensors of others.
     """
     buckets: list[tuple[int, ...]] = []
     open_buckets: dict[tuple[str, bool, Hashable, int], list[int]] = {}
     for i in reversed(range(len(specs))):
         spec, little = specs[i], specs[i].size < small or i in whole
         limits = JOINED if little else packing
-        # To join a large tensor would cost a copy each way, and save one message.
+        # Packing a large tensor would cost a copy each way, and save one message.
         if spec.nbytes >= limits.alone_bytes:
             buckets.append((i,))
             continue

@@ -1,4 +1,4 @@
-"""Weights in common that lie in windows of some ranks: each rank joins its weights with them when it likes."""
+"""Asynchronous training with central weights, which lie in windows on some ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hvd_train.update.state import weight_names
 
 
 class Central(LocalUpdate):
-    """Each rank joins its weights with the centre, which is evaluated and saved.
+    """The base of updates in which each rank exchanges weights with a centre, which is evaluated and saved.
 
-    No rank takes part in what another one does. A checkpoint holds the centre as the weights, and each rank's weights
-    and slots beside it.
+    No rank waits for another. A checkpoint holds the centre as the weights, and each rank's weights and optimizer
+    state beside it.
     """
 
     lockstep = False
@@ -28,21 +28,21 @@ class Central(LocalUpdate):
         readers = dict(frontend.views())
         self._shapes = [readers[name]().shape for name in weight_names(frontend)]
         kind = np.result_type(*(spec.dtype for spec in specs))
-        # This rank's weights, one after the other, when they were read or written last.
+        # This rank's weights, flat, as they were last read or written.
         self._flat = np.empty(self._ends[-1], kind)
         bounds = np.cumsum([0, *self._shares(int(self._ends[-1]), self._ranks.size)])
-        # (rank, its part of the flat weights) of the ranks that have one.
+        # (rank, its part of the flat weights) for each rank that holds a part of the centre.
         self._places = [(k, slice(*bounds[k : k + 2])) for k in range(self._ranks.size) if bounds[k] < bounds[k + 1]]
         self._window = self._ranks.window(int(np.diff(bounds)[self._ranks.rank]), kind.name)
         self._steps = 0  # of this rank
 
     @abstractmethod
     def _shares(self, entries: int, ranks: int) -> Sequence[int]:
-        """Return how many entries of the centre lie on each rank."""
+        """Return the number of entries of the centre on each rank."""
 
     @abstractmethod
     def _add_steps(self) -> None:
-        """Join this rank's weights in ``_flat`` with the centre."""
+        """Exchange this rank's weights, in ``_flat``, with the centre."""
 
     def after_step(self, step: int, samples: int) -> None:
         self._steps += 1
@@ -52,18 +52,18 @@ class Central(LocalUpdate):
             self._write()
 
     def due(self, step: int) -> bool:
-        """Return whether this rank joins its weights after its ``step``-th step."""
+        """Return whether this rank exchanges weights with the centre after its ``step``-th step."""
         return True
 
     def _load_common_weights(self) -> None:
-        self._ranks.barrier()  # else another rank's weights could still be joined
+        self._ranks.barrier()  # else another rank could still change the centre
         for rank, place in self._places:
             self._window.read(rank, self._flat[place])
         self._write()
-        self._ranks.barrier()  # else another rank could train on before this one has read all
+        self._ranks.barrier()  # else another rank could change the centre before this one has read all of it
 
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
-        # All ranks have the global weights at this moment; their own come with what is theirs alone.
+        # Until here all ranks hold the global weights. Their own come with the PER_RANK entries.
         if placement is Placement.PER_RANK:
             self._load_training()
             self._read()

@@ -1,4 +1,4 @@
-"""Bounds on the reduced gradient."""
+"""Gradient clipping."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hvd_train.protocol import Ops, Tensor
 
 @dataclass(frozen=True)
 class Clip:
-    """Bounds on the reduced gradient: its global 2-norm, or each entry's absolute value. ``limit`` 0: no bound.
+    """Clipping of the reduced gradient by its global 2-norm or by value. ``limit`` 0: no clipping.
 
-    ``total``: turns the sum of squares of what this rank has of the gradient into that of the whole gradient.
+    ``total``: turns the sum of squares of this rank's part of the gradient into that of the whole gradient.
     """
 
     limit: float = 0.0
@@ -24,7 +24,7 @@ class Clip:
             return gradients
         if self.algorithm == "value":
             return [ops.clip(g, self.limit) for g in gradients]
-        # Whole gradients are equal on all ranks after the exchange, so that nothing travels for their norm.
+        # Whole gradients are equal on all ranks after the exchange, so their norm needs no communication.
         squares = sum(ops.sum_of_squares(g) for g in gradients)
         if self.total:
             squares = self.total(squares)

@@ -1,4 +1,4 @@
-"""Gradients are applied some steps later, so that they travel while the next steps compute (a fixed staleness).
+"""Delayed gradients (a fixed staleness): the exchange overlaps with the next steps.
 
 With a delay of d steps and a compensation of lambda, step t starts the sum of g_t over the ranks and applies
 c(g_{t-d}), where c(g) = g + lambda g^2 (w_t - w_{t-d}) by entries (Zheng et al. 2017, "Asynchronous Stochastic Gradient
@@ -17,23 +17,24 @@ from hvd_train.protocol import IN_FLIGHT, Cell, Entry, Exchange, Parameters, Pla
 from hvd_train.update.flat_state import FlatState
 from hvd_train.update.replicated import Replicated
 
-STEPS = IN_FLIGHT + "steps"  # the entry with the number of gradients under way
+STEPS = IN_FLIGHT + "steps"  # the entry with the number of gradients in flight
 Landed = tuple[list[Tensor], list[State]]
 
 
 class Delayed(Replicated):
-    """The ranks have the same weights at any time, and N ranks train as one rank does with the same delay.
+    """The update that applies each gradient ``delay`` steps later; the ranks always have the same weights.
 
-    The first d steps apply nothing: weights, slots and number of steps of the optimizer stay. At the end of a training
-    the gradients of its last d steps are left; they stand in its last checkpoint, and a longer run goes on with them. A
-    gradient is clipped when it has been reduced, then compensated, and applied with the learning rate of the step that
-    applies it. A step that is left out, as a gradient is not finite, neither takes nor applies one.
+    N ranks train as one rank does with the same delay. The first d steps apply nothing: weights, optimizer state and
+    the optimizer's step count stay. The gradients of the last d steps of a training are not applied; its last
+    checkpoint holds them, and a longer run applies them. A gradient is reduced, clipped, compensated, and applied with
+    the learning rate of the step that applies it. A step skipped for a non-finite gradient neither stores nor applies
+    one.
 
-    The gradient of the last step travels during this one. Older ones wait reduced, so what a compressor leaves out of
-    one gradient is there for the next, and a graph, which no transfer outlives, does the same.
+    The gradient of the last step is exchanged during this one. Older ones are kept reduced. So the residual of one
+    gradient is there for the next, and a graph, within which a transfer must end, does the same.
 
-    Checkpoints hold the gradients under way, reduced, and the weights that they were computed with if there is a
-    compensation: a run goes on with them on another number of ranks and in the other framework.
+    Checkpoints hold the reduced gradients in flight and, with a compensation, the weights that they were computed with.
+    A run can resume from them on another number of ranks and in the other framework.
     """
 
     def __init__(self, frontend: Parameters, exchange: Exchange, delay: int, compensation: float) -> None:
@@ -43,13 +44,13 @@ class Delayed(Replicated):
         self._flat = FlatState(frontend, self.buckets)
 
         def kept() -> list[list[Cell]]:
-            """Return [steps ago - 1][bucket]: (n,)."""
+            """Make cells of zeros, indexed by [steps ago - 1][bucket], (n,) each."""
             kinds = [(sum(specs[i].size for i in members), specs[members[0]].dtype) for members in self.buckets]
             return [[ops.keep(np.zeros(*kind)) for kind in kinds] for _ in range(delay)]
 
         self._gradients = kept()
         self._weights = kept() if delay and compensation else []
-        # Steps whose gradients were taken, and whether that of the last one has still to be reduced (1) or not (0).
+        # The number of gradients stored so far, and whether the last one is still to be reduced (1) or not (0).
         self._steps, self._local = ops.keep_number(0), ops.keep_number(0)
         self._land: Callable[[], Landed] | None = None
         self._due: Any = False
@@ -62,11 +63,11 @@ class Delayed(Replicated):
             self._land = self.frontend.ops.start_if(self._local.read() > 0, self._depart, self._newest)
 
     def start(self, bucket: int, gradient: Tensor) -> Any:
-        """Take a gradient, which travels from ``begin`` on."""
+        """Store a gradient; the next ``begin`` starts its exchange."""
         return gradient if self.delay else super().start(bucket, gradient)
 
     def finish(self, started: Sequence[Any]) -> list[Tensor]:
-        """Take this step's gradients; return those that are due, reduced and clipped, which ``step`` is to apply."""
+        """Store this step's gradients; return the due ones, reduced and clipped, for ``step`` to apply."""
         if not self.delay:
             return super().finish(started)
         reduced = [self._arrived(), *([cell.read() for cell in cells] for cells in self._gradients[1:])]
@@ -95,11 +96,11 @@ class Delayed(Replicated):
         return lambda: self.exchange.finish(started)
 
     def _newest(self) -> Landed:
-        """Return the newest gradient as it is kept."""
+        """Return the newest gradient, and the residuals, as stored."""
         return [cell.read() for cell in self._gradients[0]], [self._state(b) for b in range(len(self.buckets))]
 
     def _arrived(self) -> list[Tensor]:
-        """Return the reduced gradient of the last step; zeros before there is one."""
+        """Wait for the reduced gradient of the last step; zeros before there is one."""
         gradients, states = (self._land or self._newest)()
         self._land = None
         self._write_states(states)
@@ -108,7 +109,7 @@ class Delayed(Replicated):
     # ---- between steps
 
     def finish_transfers(self) -> None:
-        """Reduce the gradient of the last step, so that ``state`` holds it; the next step then need not."""
+        """Reduce the gradient of the last step now, so that ``state`` holds it."""
         self.frontend.run_queued()
         if int(self._local.read()):
             self._land = self._land or self._depart()
@@ -116,7 +117,7 @@ class Delayed(Replicated):
             self._local.write(0)
 
     def state(self) -> list[Entry]:
-        """List slots, residuals and what is under way; see ``finish_transfers``."""
+        """List optimizer state, residuals and gradients in flight; see ``finish_transfers``."""
         return [*super().state(), *self._in_flight()]
 
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
@@ -137,7 +138,7 @@ class Delayed(Replicated):
             yield from self._flat.entries(prefix, bucket, cell.read)
 
     def _named_cells(self) -> Iterator[tuple[str, int, Cell]]:
-        """Yield (prefix of the names, bucket, cell) for each flat tensor that is kept."""
+        """Yield (name prefix, bucket, cell) for each stored flat tensor."""
         for kind, kept in (("gradient", self._gradients), ("weights", self._weights)):
             for ago, cells in enumerate(kept, 1):
                 for bucket, cell in enumerate(cells):

@@ -1,4 +1,4 @@
-"""Elastic averaging without waiting (Zhang, Choromanska and LeCun 2015, "Deep learning with Elastic Averaging SGD")."""
+"""Asynchronous elastic averaging (Zhang, Choromanska and LeCun 2015, "Deep learning with Elastic Averaging SGD")."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from hvd_train.update.central import Central
 
 
 class Elastic(Central):
-    """Every ``steps`` steps of its own a rank and the centre c move towards each other.
+    """Asynchronous EASGD: every ``steps`` local steps a rank's weights theta and the centre c move towards each other.
 
-    delta = alpha (theta - c); c += delta; theta -= delta, with alpha = ``pull`` / ranks. The sum of all ranks' weights
-    and the centre stays as it is. The centre is spread over the ranks.
+    delta = alpha (theta - c); c += delta; theta -= delta, with alpha = ``pull`` / ranks. This leaves the sum of all
+    ranks' weights and the centre unchanged. The centre is sharded over the ranks.
     """
 
     def __init__(self, frontend: Parameters, exchange: Exchange, steps: int, pull: float) -> None:
         super().__init__(frontend, exchange)
         self.steps, self._alpha = steps, pull / self._ranks.size
         first = [rank for rank, _ in self._places].index(self._ranks.rank) if self._holds_part() else 0
-        # This rank's part first: else all ranks would come to rank 0's at the same time.
+        # This rank's part first: else all ranks would read rank 0's at the same time.
         self._places = self._places[first:] + self._places[:first]
         self._centre = np.empty_like(self._flat[: max(place.stop - place.start for _, place in self._places)])
 

@@ -1,8 +1,8 @@
-"""Optimizers that move each entry by itself, once for every framework, with the formulas of torch.optim.
+"""Elementwise optimizers, once for every framework, with the formulas of torch.optim.
 
-A formula takes a weight, its gradient and its slots of one shape, the number ``t`` of the step (from 1, float64) and
-the learning rate. It returns what is to be taken from the weight, then the new slots. ``o`` has the keys of ``optim``.
-Weight decay is an L2 term of the gradient, but for lion's and schedule_free_adamw's, which is decoupled.
+A formula takes a weight, its gradient and its slots (all of one shape), the step ``t`` (from 1, float64) and the
+learning rate. It returns what to subtract from the weight, then the new slots. ``o`` has the keys of ``optim``. Weight
+decay is an L2 term of the gradient, except for lion and schedule_free_adamw, where it is decoupled.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def adagrad(
     return rate * g / (s**0.5 + o.eps), s
 
 
-# What NAdam's momentum grows by: beta1 (1 - 0.96^(DECAY t) / 2).
+# NAdam's momentum at step t is beta1 (1 - 0.96^(DECAY t) / 2).
 DECAY = 0.004
 
 
 def nadam(w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> tuple[Tensor, ...]:
-    """Adam with the next step's momentum (Dozat 2016, "Incorporating Nesterov Momentum into Adam")."""
+    """Adam with Nesterov momentum (Dozat 2016, "Incorporating Nesterov Momentum into Adam")."""
     g, (beta1, beta2) = _decayed(w, g, o), o.betas
     m = beta1 * slots[0] + (1 - beta1) * g
     v = beta2 * slots[1] + (1 - beta2) * g * g
@@ -64,8 +64,8 @@ def nadam(w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimC
 def _growth(t: Tensor, ops: Ops) -> Tensor:
     """Return the product of 1 - q^i / 2 over i = 1 ... t, q = 0.96^DECAY, in 64 bits.
 
-    Its logarithm is -sum over k of (sum over i of q^(i k)) / (2^k k), where the inner sum is geometric: so no number
-    has to be kept from step to step.
+    Its logarithm is -sum over k of (sum over i of q^(i k)) / (2^k k), where the inner sum is geometric. So the
+    product need not be stored from step to step.
     """
     k = np.arange(1, 55)  # 2^-55 is below the last bit
     weights = ops.from_numpy(-(0.5**k) / k * _power(k) / (1 - _power(k)))
@@ -78,16 +78,16 @@ def _power(k: np.ndarray) -> np.ndarray:
 
 
 def radam(w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> tuple[Tensor, ...]:
-    """Adam whose first steps, of too few squares, are without them (Liu et al. 2020, "On the Variance of ...")."""
+    """Adam without second moments in the first, noisy steps (Liu et al. 2020, "On the Variance of ...")."""
     g, (beta1, beta2) = _decayed(w, g, o), o.betas
     m = beta1 * slots[0] + (1 - beta1) * g
     v = beta2 * slots[1] + (1 - beta2) * g * g
     most = 2 / (1 - beta2) - 1
-    length = most - 2 * t * beta2**t / (1 - beta2**t)  # of the mean of squares, in steps
+    length = most - 2 * t * beta2**t / (1 - beta2**t)  # steps that the mean of squares effectively covers
     known = length > 5
     length = ops.where(known, length, 6.0)
     rectified = ((length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)) ** 0.5
-    # As torch has it: eps is added before the bias of the squares is taken out.
+    # As in torch: eps is added before bias correction.
     factor = _number(ops.where(known, rectified, 0.0) * (1 - beta2**t) ** 0.5, g, ops)
     plain = _number(1 - ops.cast(known, "float64"), g, ops)
     return rate * _number(1 / (1 - beta1**t), g, ops) * m * (factor / (v**0.5 + o.eps) + plain), m, v
@@ -104,24 +104,24 @@ def lion(w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimCo
 def schedule_free_sgd(
     w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops
 ) -> tuple[Tensor, ...]:
-    """z -= rate g, for the weights y; see update/schedule_free.py, as for ``rate``."""
+    """z -= rate g, where the model holds y. See update/schedule_free.py, which also explains ``rate``."""
     return _between(_decayed(w, g, o), slots[0], rate, o, ops)
 
 
 def schedule_free_adamw(
     w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops
 ) -> tuple[Tensor, ...]:
-    """z -= rate (g / (sqrt(v') + eps) + decay y), v' = the mean of g^2 without its bias."""
+    """z -= rate (g / (sqrt(v') + eps) + decay y), v' = the bias-corrected mean of g^2."""
     v = o.betas[1] * slots[1] + (1 - o.betas[1]) * g * g
     u = _decayed(w, g / _root(v, o.betas[1], t, o, ops), o)
     return *_between(u, slots[0], rate, o, ops), v
 
 
 def _between(u: Tensor, d: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> tuple[Tensor, Tensor]:
-    """Return what is to be taken from y, and d = z - y, where z -= r u, x = (1 - c) x + c z, y = (1 - beta) z + beta x.
+    """Return the decrease of y, and d = z - y, where z -= r u, x = (1 - c) x + c z, y = (1 - beta) z + beta x.
 
-    ``rate`` is (r, c, 1), all multiplied by the factor of a group on r. Of these three equations follow
-    y += c d - r (1 - beta (1 - c)) u and d = (1 - c) (d - beta r u), so that d begins with zeros.
+    ``rate`` is (r, c, 1) times the parameter group's factor on r. From these three equations follow
+    y += c d - r (1 - beta (1 - c)) u and d = (1 - c) (d - beta r u), so d begins with zeros.
     """
     r, c, beta = rate[0], rate[1] / rate[2], o.betas[0]
     return r * (1 - beta * (1 - c)) * u - c * d, (1 - c) * (d - beta * r * u)
@@ -132,10 +132,10 @@ def _decayed(w: Tensor, g: Tensor, o: OptimConfig) -> Tensor:
 
 
 def _root(v: Tensor, beta: float, t: Tensor, o: OptimConfig, ops: Ops) -> Tensor:
-    """Return sqrt of the mean of squares without its bias, plus eps."""
+    """Return the square root of the bias-corrected mean of squares, plus eps."""
     return (v / _number(1 - beta**t, v, ops)) ** 0.5 + o.eps
 
 
 def _number(x: Tensor, like: Tensor, ops: Ops) -> Tensor:
-    """Return a number that was computed in 64 bits, as 1 - beta^t cancels in 32, in the type of ``like``."""
+    """Cast a float64 number to the type of ``like``. (1 - beta^t would cancel in 32 bits.)"""
     return ops.cast(x, ops.dtype(like))

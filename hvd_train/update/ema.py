@@ -19,16 +19,16 @@ from hvd_train.update.weight_average import Number, WeightAverage
 class ExponentialMean(WeightAverage):
     """The mean a of the weights w: a = decay a + (1 - decay) w after each ``every`` steps.
 
-    a begins as w. Steps in which the optimizer moves nothing do not count. The mean is kept in the type of the weights.
+    a begins as w. Steps that leave the weights unchanged do not count. The mean has the type of the weights.
     """
 
     def __init__(self, update: Replicated, *, decay: float, every: int) -> None:
         super().__init__(update)
         self.decay, self.every = decay, every
-        # A cell for each part of a tensor: the weights of a bucket would be copied to lie one after the other.
+        # A cell for each part of a tensor: to concatenate a bucket's weights would take a copy.
         self._sizes = [[math.prod(part.shape) for part in self._parts(b)] for b, _ in enumerate(self._weights.read())]
         self._means = [[self._ops.keep(x) for x in parts] for parts in self._cut()]
-        self._steps = self._ops.keep_number(0)  # since the mean moved
+        self._steps = self._ops.keep_number(0)  # since the mean was updated
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
         self._move_weights(gradients, learning_rate)
@@ -56,7 +56,7 @@ class ExponentialMean(WeightAverage):
                 cell.write(self._ops.from_numpy(x))
 
     def _cut(self) -> Iterator[list[np.ndarray]]:
-        """Copy the weights that this rank moves, (n,) for each part of each bucket."""
+        """Copy the weights that this rank updates, (n,) for each part of each bucket."""
         for sizes, x in zip(self._sizes, self._weights.read(), strict=True):
             # Copied: TensorFlow's tensors may lie in memory that ranks share.
             yield np.split(self._ops.to_numpy(x), np.cumsum(sizes)[:-1])

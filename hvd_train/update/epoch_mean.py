@@ -18,8 +18,8 @@ from hvd_train.update.weight_average import Number, WeightAverage
 class EpochMean(WeightAverage):
     """The plain mean of the weights at the ends of the last ``epochs`` epochs, ready when the training has ended.
 
-    It is of ``count`` epochs, the last of which is number ``last`` (from 1). A run that goes on beyond the end that it
-    had begins a new mean where this one holds epochs that are not among its own last ones.
+    It has ``count`` epochs so far, the latest of which is number ``last`` (from 1). A run that is resumed for more
+    epochs begins a new mean if this one holds an epoch that is no longer among the last ``epochs``.
     """
 
     needs_statistics = True
@@ -37,7 +37,7 @@ class EpochMean(WeightAverage):
         self._move_weights(gradients, learning_rate)
 
     def end_epoch(self, epoch: int, epochs: int) -> None:
-        # The end of an epoch is repeated where its evaluation was interrupted.
+        # The end of an epoch is repeated if its evaluation was interrupted.
         if self.count and self.last == epoch:
             return
         first = epochs - self.epochs + 1

@@ -1,4 +1,4 @@
-"""The error of compression: how far a decoded gradient is from the exact one, and what it saves."""
+"""The error of compression: how far decoded gradients are from exact ones, and how many bytes are saved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_train.update.clip import Clip
 
 
 def compression_error(exchange: Exchange, gradients: Sequence[Tensor], states: Sequence[State]) -> Tensor:
-    """Measure what compression does to these gradients, which stay as they are, like the states.
+    """Measure the error of compression for these gradients; gradients and states are not changed.
 
     Returns (5,) float64: exact . decoded, exact . exact, decoded . decoded, the bytes that this rank sends, and the
     bytes that it would send without compression.
@@ -20,7 +20,7 @@ def compression_error(exchange: Exchange, gradients: Sequence[Tensor], states: S
     # The same buckets and compressors, over a communicator that counts, and without clipping.
     other = copy.copy(exchange)
     other.communicator, other.clip = meter, Clip()  # type: ignore[assignment, attr-defined]
-    # A copy of each gradient, as an exchange may reduce in place. The new states are dropped.
+    # A copy of each gradient, because an exchange may reduce in place. The new states are dropped.
     decoded, _ = other.reduce([g + 0 for g in gradients], states)
     figures = [0.0] * 5
     for b, (gradient, d) in enumerate(zip(gradients, decoded, strict=True)):
@@ -35,9 +35,9 @@ def compression_error(exchange: Exchange, gradients: Sequence[Tensor], states: S
 
 
 class _Meter:
-    """A communicator that counts the bytes that this rank sends, in those of which a ring sends each once to be added.
+    """A communicator that counts the bytes that this rank sends, where each byte of an allreduce counts once.
 
-    That is 2 (N - 1) / N times in truth, so what goes to each of the other ranks counts N / 2 times.
+    A ring allreduce sends each byte 2 (N - 1) / N times, so a byte sent to every other rank counts N / 2 times.
     """
 
     def __init__(self, communicator: Communicator, ops: Ops) -> None:

@@ -1,6 +1,6 @@
-"""The exchange of gradients: which tensors travel together, through which compressor, and what happens to the sum.
+"""The exchange of gradients: buckets, compression, communication and clipping.
 
-The same object is called eagerly (PyTorch) and while a ``tf.function`` is traced (TensorFlow): it keeps no tensor.
+The same object is called eagerly (PyTorch) and while a ``tf.function`` is traced (TensorFlow), so it stores no tensor.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Started:
 
 
 class Exchange:
-    """Joins gradients over ranks. One per front-end; ``reduce``, or ``start`` for each bucket, then ``finish`` once.
+    """Reduces gradients over ranks: call ``reduce``, or ``start`` for each bucket and then ``finish`` once.
 
-    ``op``: "sum", "average" (where all travels whole) or "adasum" (Maleki et al. 2021), which wants each tensor alone.
-    Tensors of fewer than ``small`` entries, and those of the indices ``whole``, travel uncompressed.
-    A bucket holds tensors of one of ``rules`` alone: an entry for each tensor, or none.
-    ``world``: the ranks that ``failures`` asks, if not those of ``communicator`` (gradients that stay on their rank).
+    ``op``: "sum", "average" (only uncompressed) or "adasum" (Maleki et al. 2021, one tensor per bucket).
+    Tensors of fewer than ``small`` entries, and those whose indices are in ``whole``, are sent uncompressed.
+    ``rules``: one for each tensor, or empty; the tensors of a bucket have the same rule.
+    ``world``: the ranks that ``failures`` asks, if not those of ``communicator`` (for gradients that stay local).
     """
 
     def __init__(
@@ -50,8 +50,7 @@ class Exchange:
         world: Communicator | None = None,
     ) -> None:
         plain = isinstance(compressor, Uncompressed)
-        # No bucket holds two tensors: PowerSGD takes matrices, and Adasum scales by the norms of what it joins, which
-        # are those of a layer.
+        # One tensor per bucket: PowerSGD takes matrices, and Adasum scales by the norms of whole layers.
         if compressor.per_tensor or op == "adasum":
             packing = Packing(bucket_bytes=0, alone_bytes=0)
         elif not plain:
@@ -65,27 +64,27 @@ class Exchange:
         self._shapes = [self._shape(b) for b in range(len(self.buckets))]
 
     def _shape(self, bucket: int) -> tuple[int, ...]:
-        """Return the shape of the tensor if the compressor takes each alone, else that of the flat bucket."""
+        """Return the shape of the tensor if the compressor takes one at a time, else that of the flat bucket."""
         members = [self._specs[i] for i in self.buckets[bucket]]
         if self._compressors[bucket].per_tensor and not members[0].is_vector:
             return members[0].shape
         return (sum(spec.size for spec in members),)
 
     def uncompressed(self, communicator: Communicator) -> Exchange:
-        """Return the exchange of the same buckets over another communicator, with nothing compressed."""
+        """Return an uncompressed exchange of the same buckets over another communicator."""
         other = copy.copy(self)
         other.communicator, other._compressors = communicator, [Uncompressed() for _ in self.buckets]
         other._shapes = [other._shape(b) for b in range(len(self.buckets))]
         return other
 
     def unclipped(self) -> Exchange:
-        """Return the same exchange without bounds on its results."""
+        """Return the same exchange without clipping."""
         other = copy.copy(self)
         other.clip = Clip()
         return other
 
     def divided(self, groups: Sequence[Collection[int]]) -> Exchange:
-        """Return the same exchange, in which no bucket has tensors of two ``groups``."""
+        """Return the same exchange with buckets split so that none has tensors of two ``groups``."""
         other = copy.copy(self)
         parts = [
             (compressor, tuple(i for i in members if i in group))
@@ -98,14 +97,14 @@ class Exchange:
         return other
 
     def init_state(self) -> list[tuple[np.ndarray, ...]]:
-        """Return the first compressor state of each bucket."""
+        """Return the initial compressor state of each bucket."""
         return [
             self._compressors[b].init_state(self._shapes[b], self._specs[members[0]].dtype)
             for b, members in enumerate(self.buckets)
         ]
 
     def to_buckets(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Join tensors, in the order of the specs, to flat buckets; what is alone in its bucket is not copied."""
+        """Concatenate tensors, in the order of the specs, to flat buckets; a bucket of one tensor is not copied."""
         flats = []
         for members in self.buckets:
             parts = [self.ops.reshape(tensors[i], (-1,)) for i in members]
@@ -127,8 +126,8 @@ class Exchange:
         return self.finish([self.start(b, flat, states[b]) for b, flat in enumerate(flats)])
 
     def start(self, bucket: int, gradient: Tensor, state: State) -> Started:
-        """Start the exchange of one bucket; nothing waits here, so it may be called from inside backward."""
-        # (n,), or the shape of the tensor for a compressor that takes each alone.
+        """Start the exchange of one bucket. It does not block, so backward hooks may call it."""
+        # (n,), or the shape of the tensor for a compressor that takes one at a time.
         shaped = self.ops.reshape(gradient, self._shapes[bucket])
         rounds = self._rounds(bucket, shaped, state)
         return self._send(bucket, rounds, next(rounds), 0)
@@ -139,7 +138,7 @@ class Exchange:
     def finish(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:
         """Wait for every bucket that was started; return reduced flat gradients and new states in bucket order.
 
-        A list is emptied meanwhile, so that the memory of a gradient is free as soon as its bucket has arrived.
+        The list is emptied, to free the memory of each gradient as soon as its bucket has arrived.
         """
         gradients, states = self._received(started)
         return self.clip(gradients, self.ops), states
@@ -150,8 +149,8 @@ class Exchange:
         while pending:
             turn += 1
             again = []
-            # One turn for each round of a compressor. Buckets are waited for in their order; the next round of one
-            # travels while others are waited for.
+            # One turn for each round of a compressor. The next round of a bucket starts before later buckets are
+            # waited for.
             while pending:
                 item = pending.pop(0)
                 reduced = tuple(self._wait(handle) for handle in item.handles)
@@ -162,13 +161,13 @@ class Exchange:
                 else:
                     again.append(self._send(item.bucket, item.rounds, wire, turn))
             pending = again
-        # A bucket of few rounds has its result before others.
+        # Buckets with fewer rounds finish earlier.
         ordered = [results[b] for b in sorted(results)]
         flat = [self.ops.reshape(gradient, (-1,)) for gradient, _ in ordered]
         return flat, [state for _, state in ordered]
 
     def _send(self, bucket: int, rounds: Rounds, wire: Wire, turn: int) -> Started:
-        # Names say which transfers belong together on all ranks, whatever order they start in.
+        # Horovod matches transfers on all ranks by name, whatever order they start in.
         pairs = [(x, f"bucket{bucket}.{turn}.{k}") for k, x in enumerate(wire.tensors)]
         communicator, size = self.communicator, self.communicator.size
         if wire.kind == "gather":
@@ -183,10 +182,10 @@ class Exchange:
         return self.communicator.synchronize(handle)
 
     def failures(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return (1,) float32: on how many ranks a gradient of this step is not finite. All ranks ask together."""
-        # Before anything lossy: a compressor may hide what is not finite, and its residual would keep it.
+        """Count the ranks on which a gradient is not finite, (1,) float32. All ranks call it."""
+        # Before compression, which may hide a non-finite entry and keep it in its residual.
         ops = self.ops
-        # A product of 1 and 0, for in a traced graph these are tensors, which no `and` of Python takes.
+        # A product of 1 and 0: in a traced graph these are tensors, and Python's `and` does not work.
         finite = ops.cast(ops.all_finite(gradients[0]), "float32")
         for gradient in gradients[1:]:
             finite = finite * ops.cast(ops.all_finite(gradient), "float32")

@@ -1,4 +1,4 @@
-"""State that lies in flat buckets and is equal on all ranks, by the canonical names of the tensors in them."""
+"""Checkpoint entries of state in flat buckets that is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hvd_train.protocol import Cell, Entry, Model, Placement, Tensor, TensorSpec
 
 
 class FlatState:
-    """Entries of flat buckets for a checkpoint, and flat buckets from a checkpoint's arrays.
+    """Converts flat buckets to checkpoint entries, one for each tensor, and back.
 
-    ``buckets``: indices into the front-end's specs. A tensor's entry is called ``prefix`` and its canonical name.
+    ``buckets``: indices into the front-end's specs. An entry's name is ``prefix`` and the tensor's canonical name.
     """
 
     def __init__(self, frontend: Model, buckets: Iterable[Sequence[int]]) -> None:
@@ -28,7 +28,7 @@ class FlatState:
         return [prefix + spec.name for spec, _ in self._places[bucket]]
 
     def entries(self, prefix: str, bucket: int, read: Callable[[], Tensor]) -> list[Entry]:
-        """List the tensors of a bucket; ``read`` gives it, (n,)."""
+        """List the entries of a bucket; ``read`` returns it, (n,)."""
         # Copied once, for all tensors of the bucket.
         flat = cache(lambda: self._frontend.ops.to_numpy(read()))
 
@@ -41,14 +41,14 @@ class FlatState:
         ]
 
     def tree(self, prefix: str, bucket: int, flat: np.ndarray) -> Tree:
-        """Return the tensors of a bucket, (n,)."""
+        """Cut a flat bucket, (n,), into named arrays."""
         return {prefix + spec.name: self._array(spec, flat[place]) for spec, place in self._places[bucket]}
 
     def _array(self, spec: TensorSpec, flat: np.ndarray) -> np.ndarray:
         return self._frontend.to_canonical(spec.name, flat.reshape(spec.shape))
 
     def load(self, prefix: str, bucket: int, cell: Cell, tree: Mapping[str, np.ndarray]) -> None:
-        """Put the tensors of a bucket that ``tree`` has into a flat cell; others stay as they are."""
+        """Write the tensors of a bucket that are in ``tree`` into a flat cell; others stay unchanged."""
         there = [(spec, place) for spec, place in self._places[bucket] if prefix + spec.name in tree]
         if there:
             flat = self._frontend.ops.to_numpy(cell.read())
@@ -57,7 +57,7 @@ class FlatState:
             cell.write(self._frontend.ops.from_numpy(flat))
 
     def flat(self, prefix: str, bucket: int, tree: Mapping[str, np.ndarray]) -> Tensor:
-        """Return a bucket (n,), of which ``tree`` has all tensors."""
+        """Build a flat bucket, (n,), from ``tree``, which has all its tensors."""
         named = [(spec, tree[prefix + spec.name]) for spec, _ in self._places[bucket]]
         parts = [self._frontend.to_stored(spec.name, x).reshape(-1).astype(spec.dtype) for spec, x in named]
         return self._frontend.ops.from_numpy(np.concatenate(parts))

@@ -1,4 +1,4 @@
-"""All weights are averaged after every so many steps (Stich 2019, "Local SGD Converges Fast ...")."""
+"""Local SGD: average all weights every ``steps`` steps (Stich 2019, "Local SGD Converges Fast ...")."""
 
 from __future__ import annotations
 

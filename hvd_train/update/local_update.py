@@ -1,4 +1,4 @@
-"""Local training: each rank steps by its own gradients, and now and then the weights are joined."""
+"""Local training: each rank steps by its own gradients, and the weights are synchronized now and then."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from hvd_train.update.state import weight_names, weights
 
 
 class LocalUpdate(Replicated, ABC):
-    """An update over this rank alone; a subclass says what the ranks' weights have in common, and when they join.
+    """The base of updates by local gradients; a subclass defines the common weights and when ranks synchronize.
 
-    An evaluation or a checkpoint takes the common weights for a while, and then each rank goes on with its weights:
-    how often either happens changes no number.
+    An evaluation or a checkpoint uses the common weights for a while; then each rank continues with its own. So how
+    often either happens changes no result.
 
-    The optimizer's slots differ between ranks. A checkpoint keeps those of each rank and each rank's weights, and the
-    common weights and rank 0's slots for a run that goes on with another number of ranks.
+    The optimizer state differs between ranks. A checkpoint keeps each rank's weights and optimizer state, and for a
+    run on another number of ranks the common weights and rank 0's optimizer state.
     """
 
     def __init__(self, frontend: Parameters, exchange: Exchange) -> None:
         super().__init__(frontend, exchange)
         self.diverged, self.local_gradients = False, True
-        self._local: Tree = {}  # this rank's weights, while the model has the common ones
+        self._local: Tree = {}  # this rank's weights, while the model holds the common ones
 
     @abstractmethod
     def _load_common_weights(self) -> None:
-        """Give the model the weights that are evaluated and saved; all ranks call it."""
+        """Load the weights that are evaluated and saved into the model; all ranks call it."""
 
     def take_global_weights(self) -> None:
         if self.diverged:
@@ -43,9 +43,9 @@ class LocalUpdate(Replicated, ABC):
         self.diverged, self._local = bool(self._local), {}
 
     def state(self) -> list[Entry]:
-        # The slots stand twice: rank 0's, for another number of ranks, and those of each rank.
+        # The optimizer state is saved twice: rank 0's, for another number of ranks, and each rank's.
         slots = self._slots(Placement.PER_RANK)
-        # None where the ranks have the same weights.
+        # None if the ranks have the same weights.
         local = [Entry(name, Placement.PER_RANK, partial(self._local.__getitem__, name)) for name in self._local]
         return [*super().state(), *slots, *local]
 

@@ -1,4 +1,4 @@
-"""The weights that a rank moves, as flat buckets."""
+"""The weights that a rank updates, as flat buckets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_train.update.state import Cell
 
 
 class MovedWeights:
-    """The weights that a rank moves: all, (n,) for each bucket. Where ranks divide them, a subclass has this rank's."""
+    """The weights that a rank updates, (n,) for each bucket: all here, this rank's part in a sharded subclass."""
 
     def __init__(self, frontend: Parameters, optimizer: Optimizer, buckets: Sequence[Sequence[int]]) -> None:
         self._frontend, self._optimizer, self._buckets = frontend, optimizer, buckets
@@ -25,12 +25,12 @@ class MovedWeights:
         return self._frontend.flat_weights()
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """Give the model what ``read`` returned; on all ranks alike."""
+        """Load what ``read`` returned into the model; all ranks call it."""
         for bucket, x in enumerate(weights):
             self._optimizer.take(bucket, x)
 
     def entries(self, prefix: str, read: Callable[[], Sequence[Tensor]]) -> list[Entry]:
-        """List the tensors of what ``read`` gives, (n,) for each bucket, for a checkpoint."""
+        """List checkpoint entries for what ``read`` returns, (n,) for each bucket."""
         flat, weights = FlatState(self._frontend, self._buckets), cache(read)
         return [
             entry
@@ -39,9 +39,9 @@ class MovedWeights:
         ]
 
     def read_from(self, prefix: str, tree: Tree) -> list[Tensor]:
-        """Return the weights as ``read`` does, those called ``prefix`` in ``tree`` in their place.
+        """Return the weights like ``read``, with those under ``prefix`` in ``tree`` in place of the model's.
 
-        What was frozen in the run of ``tree`` is not in it, and has always been as in the model.
+        Weights that were frozen in the run of ``tree`` are not in it; the model's are right for them.
         """
         flat, ops = FlatState(self._frontend, self._buckets), self._frontend.ops
         # Copied: TensorFlow's tensors may lie in memory that ranks share.

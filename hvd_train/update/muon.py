@@ -1,10 +1,10 @@
-"""Muon: matrices move by their orthogonalized momentum, all other tensors by AdamW.
+"""Muon: orthogonalized momentum for matrices, AdamW for all other tensors.
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the factor on the rate is that of Liu et
-al. 2025, "Muon is Scalable for LLM Training" (arXiv 2502.16982), so that one rate serves for all tensors. It does not
+al. 2025, "Muon is Scalable for LLM Training" (arXiv 2502.16982), so that all tensors can share one rate. It does not
 change if a matrix is transposed, as it may be in the other framework.
 
-A matrix is a tensor of two axes, those of embeddings and heads among them. Kernels of convolutions are not.
+A matrix is any tensor of two axes, including embeddings and heads, but not convolution kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hvd_train.config import OptimConfig
 from hvd_train.protocol import Ops, Tensor
 from hvd_train.update.optimizers import Formula
 
-# Of the polynomial a s + b s^3 + c s^5 of singular values s, which brings those in (0, 1] near 1; how often.
+# The polynomial a s + b s^3 + c s^5 brings singular values s in (0, 1] near 1 when applied TIMES times.
 COEFFICIENTS, TIMES = (3.4445, -4.7750, 2.0315), 5
 RMS = 0.2  # of the entries of AdamW's steps
 
@@ -23,10 +23,10 @@ RMS = 0.2  # of the entries of AdamW's steps
 def muon(w: Tensor, g: Tensor, slots: Sequence[Tensor], t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> Formula:
     """m = momentum m + g; w -= rate (0.2 sqrt(longer side) orthogonal(m) + decay w).
 
-    With nesterov it takes g + momentum m for m. v is not used for a matrix.
+    With nesterov, g + momentum m is used for m. v is not used for a matrix.
     """
     m, v = slots
-    yield []  # it needs no sums over the ranks
+    yield []  # no sums over the ranks are needed
     if len(w.shape) == 2:
         m = o.momentum * m + g
         u = orthogonal(g + o.momentum * m if o.nesterov else m, ops) * (RMS * max(map(int, w.shape)) ** 0.5)
@@ -39,7 +39,7 @@ def muon(w: Tensor, g: Tensor, slots: Sequence[Tensor], t: Tensor, rate: Tensor,
 
 
 def orthogonal(x: Tensor, ops: Ops) -> Tensor:
-    """Return about U V^T for the matrix x = U S V^T, with singular values of 0.7 to 1.2, by Newton and Schulz."""
+    """Approximate U V^T for the matrix x = U S V^T by Newton-Schulz; singular values become 0.7 to 1.2."""
     a, b, c = COEFFICIENTS
     x = x / (ops.sum_of_squares(x) ** 0.5 + 1e-7)
     tall = int(x.shape[0]) > int(x.shape[1])

@@ -1,12 +1,12 @@
 """Layer-wise optimizers for large batches, once for every framework.
 
-A formula takes one tensor's weight, gradient and slots in one shape, the number ``t`` of the step (from 1, float64) and
-the learning rate. It returns what is to be taken from the weight, then the new slots. ``o`` has the keys of ``optim``.
+A formula takes one tensor's weight, gradient and slots (all of one shape), the step ``t`` (from 1, float64) and the
+learning rate. It returns what to subtract from the weight, then the new slots. ``o`` has the keys of ``optim``.
 Norms are 2-norms over the whole tensor. Tensors of fewer than 2 dimensions (biases, scales of a normalization) have
-ratio 1 and no weight decay, as both papers' authors train them.
+ratio 1 and no weight decay, as in both papers.
 
-Formulas are generators: each yields once, the sums of squares of what it has of the tensor, and receives those of the
-whole tensor. ``side_by_side`` runs them.
+Formulas are generators: each yields once, the sums of squares of this rank's part of the tensor, and receives those of
+the whole tensor. ``side_by_side`` runs them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Total = Callable[[list[Tensor]], Sequence[Tensor]]  # sums of squares of parts o
 
 
 def whole(squares: list[Tensor]) -> list[Tensor]:
-    """Return sums of squares as they are: this rank has the whole tensors."""
+    """Return the sums of squares unchanged, for a rank that has the whole tensors."""
     return squares
 
 
 def side_by_side(formulas: Sequence[Formula], total: Total) -> list[tuple[Tensor, ...]]:
-    """Return the result of each formula. ``total`` is called once, so that one small transfer joins all norms."""
+    """Run the formulas together, with one call of ``total``, so that one small transfer sums all norms."""
     asked = [next(formula) for formula in formulas]
     totals = list(total([square for squares in asked for square in squares]))
     results: list[Any] = []

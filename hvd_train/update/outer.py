@@ -1,4 +1,4 @@
-"""Each rank trains by its local gradients; now and then an outer optimizer moves the weights that all share.
+"""Local training with an outer optimizer, which moves the global weights every few steps.
 
 DiLoCo (Douillard et al. 2023). SlowMo, post-local SGD and local SGD are special cases. With ``topk`` and a momentum of
 0 it is SparseLoCo (arXiv 2508.15706).
@@ -19,17 +19,17 @@ MOMENTUM, SAMPLES = f"{EXCHANGE_PREFIX}outer_momentum/", f"{EXCHANGE_PREFIX}samp
 
 
 class Outer(LocalUpdate):
-    """Move the global weights G by what the ranks have learned, with w those of a rank and n its samples since then:
+    """The update of global weights G from the ranks' weights w and n, the samples of a rank since the last outer step:
 
     d = sum of n (G - w) / sum of n;  v = momentum (v + d);  G -= rate (d + v);  w = G
 
     after every ``steps`` steps. v is ``momentum`` times Nesterov's, which saves the memory of a product. Up to step
-    ``start`` gradients travel, and all ranks make the same steps.
+    ``start`` training is synchronous.
 
-    With a compressor, e being what it left out: s = C(feedback e + n (G - w) / sum of n), and d is the sum of s.
+    With a compressor C and its residual e: s = C(feedback e + n (G - w) / sum of n), and d is the sum of s.
     """
 
-    mix = 0.0  # the share of w that stays
+    mix = 0.0  # after an outer step w = (1 - mix) G + mix w
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Outer(LocalUpdate):
         fragments = self._divide(frontend)
         exchange = exchange.divided(fragments)
         self._joint, self._together = exchange.unclipped(), exchange.uncompressed(exchange.communicator)
-        # The same buckets for gradients, so that the weights of a bucket are those of a delta.
+        # The same buckets for gradients, so that the optimizer's flat weights match the deltas.
         self._alone = exchange.uncompressed(alone)
         super().__init__(frontend, self._alone)
         self._flat = FlatState(frontend, self.buckets)
@@ -55,13 +55,13 @@ class Outer(LocalUpdate):
         first = [frontend.ops.to_numpy(x) for x in frontend.flat_weights()]
         self._global = [frontend.ops.keep(x) for x in first]
         self._velocity = [frontend.ops.keep(np.zeros_like(x)) for x in first if momentum]
-        # (fragments, 3): samples since a fragment's last join, of this rank and of all; steps by local gradients.
+        # (fragments, 3): samples since a fragment's last sync, of this rank and of all; steps by local gradients.
         self._samples = np.zeros((len(fragments), 3), np.int64)
         self._combine_all = frontend.compiled(self._combine)
-        self.interval = steps  # steps between two joins, of any part of the weights
+        self.interval = steps  # steps between two synchronizations of any fragment
 
     def _divide(self, frontend: Parameters) -> Sequence[Collection[int]]:
-        """Return the parts of the weights that join at a time, as indices into the specs."""
+        """Divide the weights into fragments, which synchronize one at a time, as indices into the specs."""
         return [range(len(frontend.specs()))]
 
     # ---- when
@@ -74,7 +74,7 @@ class Outer(LocalUpdate):
             self.frontend.retrace()
         if local:
             self._samples[:, 1:] += samples, 1
-        elif local_before := int(self._samples[0, 2]):  # of a run that goes on with a later start: slots differ
+        elif local_before := int(self._samples[0, 2]):  # a resumed run with a later start: optimizer states differ
             what = "the ranks have trained apart before, and their optimizers differ"
             fix = f"set it to at most {step - 1 - local_before}"
             raise ConfigError(what, where=f"exchange.outer_start: {self.synchronous}", fix=fix, common=True)
@@ -92,17 +92,17 @@ class Outer(LocalUpdate):
             self.join_all()
 
     def join_all(self) -> None:
-        """Join all weights at once; all ranks call it after the same step."""
+        """Synchronize all weights; all ranks call it after the same step."""
         self._combine_all(self._share(0))
         self.diverged = False
 
     def _share(self, fragment: int) -> Tensor:
-        """Return this rank's share of the samples since the last join, () float64, and begin to count anew."""
+        """Return this rank's share of the samples since the last sync, () float64, and reset the counts."""
         local, total = self._samples[fragment, :2]
         self._samples[fragment, :2] = 0
         return self.frontend.ops.from_numpy(np.array(local / max(total, 1)))
 
-    # ---- how: what a front-end may trace
+    # ---- the outer step, which a front-end may trace
 
     def _combine(self, share: Tensor) -> None:
         buckets = range(len(self.buckets))
@@ -113,15 +113,15 @@ class Outer(LocalUpdate):
         ops, deltas = self.frontend.ops, []
         for b in buckets:
             delta = self._global[b].read() - self.optimizer.weights(b)
-            # In place where the framework can, here and below: a large model has no room in a cache.
+            # In place if the framework can, here and below: a large model does not fit into a cache.
             delta *= ops.cast(share, ops.dtype(delta))
             deltas.append(delta)
         return deltas
 
     def _reduce(self, deltas: Sequence[Tensor]) -> list[Tensor]:
-        """Return d of all buckets."""
+        """Compress and sum the deltas over the ranks; return d of all buckets."""
         states = [tuple(cell.read() for cell in cells) for cells in self._errors]
-        # What follows the residual is no gradient: PowerSGD's basis.
+        # Only the residual is scaled; PowerSGD's basis follows it.
         faded = [(self.feedback * state[0], *state[1:]) if state else () for state in states]
         reduced, states = self._joint.reduce(deltas, faded)
         for cells, state in zip(self._errors, states, strict=True):
@@ -130,7 +130,7 @@ class Outer(LocalUpdate):
         return reduced
 
     def _move(self, buckets: Sequence[int], deltas: Sequence[Tensor]) -> None:
-        """Move v, G and w."""
+        """Update v, G and w."""
         for b, delta in zip(buckets, deltas, strict=True):
             cells = [self._global[b], *self._velocity[b : b + 1]]
             local = [self.optimizer.weights(b)] if self.mix else []
@@ -140,7 +140,7 @@ class Outer(LocalUpdate):
             self.optimizer.take(b, weights)
 
     def _moved(self, delta: Tensor, common: Tensor, *rest: Tensor) -> list[Tensor]:
-        """Return w, G and v, if there is one, after a step; ``rest``: v and w before it."""
+        """Return w, G and v, if there is one, after an outer step; ``rest``: v and w before it."""
         velocities = list(rest[:1]) if self._velocity else []
         if velocities:
             (velocity,) = velocities
@@ -155,11 +155,11 @@ class Outer(LocalUpdate):
     # ---- the global weights, and what a checkpoint keeps
 
     def common_weights(self) -> list[Tensor]:
-        """Return (n,) for each bucket: the global weights, which are not to be changed."""
+        """Return the global weights, (n,) for each bucket; callers must not change them."""
         return [cell.read() for cell in self._global]
 
     def set_common_weights(self, weights: Sequence[Tensor]) -> None:
-        """Take (n,) for each bucket as the global weights; those of the model stay."""
+        """Set the global weights, (n,) for each bucket; the model's stay unchanged."""
         for cell, x in zip(self._global, weights, strict=True):
             cell.write(x)
 
@@ -168,7 +168,7 @@ class Outer(LocalUpdate):
             self.optimizer.take(b, weights)
 
     def _take_as_global(self) -> None:
-        """Take the model's weights, equal on all ranks, as G."""
+        """Set G to the model's weights, which are equal on all ranks."""
         self.frontend.run_queued()
         self.set_common_weights(self.frontend.flat_weights())
 
@@ -184,7 +184,7 @@ class Outer(LocalUpdate):
             for b, cell in enumerate(self._velocity):
                 self._flat.load(MOMENTUM, b, cell, tree)
         else:
-            # The model has the checkpoint's weights, and gets this rank's below.
+            # The model holds the checkpoint's weights; ``super().load`` loads this rank's.
             self._load_training()
             self._take_as_global()
             self._samples = np.array(tree.get(SAMPLES, np.zeros_like(self._samples)))

@@ -1,4 +1,4 @@
-"""Exchanges that begin while the backward pass still runs."""
+"""Overlap of the exchange with the backward pass."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hvd_train import protocol
 
 
 class Overlap:
-    """The buckets of a backward pass: each starts when the last of its gradients arrives, the others at the end.
+    """Starts the exchange of each bucket as soon as the last of its gradients has arrived.
 
-    ``start(b)`` brings bucket ``b`` together and hands it to ``Exchange.start``. Members that no backward pass reaches,
-    and all where ``arrived`` is not called, leave their buckets to ``finish``.
+    ``start(b)`` assembles bucket ``b`` and passes it to ``Exchange.start``. ``finish`` starts the remaining buckets:
+    those with a tensor that backward does not reach, or all if ``arrived`` is not called.
     """
 
     def __init__(self, exchange: protocol.Exchange | protocol.StepUpdate, start: Callable[[int], Any]) -> None:
@@ -21,19 +21,19 @@ class Overlap:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a pass, whatever an error has left of the last one."""
+        """Begin a pass, and discard what a failed one may have left."""
         self.started: dict[int, Any] = {}
         self._awaited: dict[int, set[int]] = {}
 
     def arrived(self, i: int) -> int | None:
-        """Note that gradient ``i`` has arrived; return the bucket that started thereby, if any.
+        """Record that gradient ``i`` has arrived; return the bucket that this starts, if any.
 
         A gradient that arrives twice before its bucket has started counts once.
         """
         b = self.bucket[i]
         if b in self.started:
             return None
-        # A pass waits for all members of a bucket, from the first of them on.
+        # From the first gradient of a bucket on, the pass waits for all of them.
         if b not in self._awaited:
             self._awaited[b] = set(self._exchange.buckets[b])
         self._awaited[b].discard(i)
@@ -43,7 +43,7 @@ class Overlap:
         return b
 
     def finish(self, last: int | None = None, start: Callable[[int], Any] | None = None) -> Any:
-        """Start the other buckets, ``last`` behind them, by ``start`` if given; return what the exchange finishes."""
+        """Start the remaining buckets, ``last`` last, with ``start`` if given; return the result of the exchange."""
         buckets = range(len(self._exchange.buckets))
         # The same order on all ranks for those that backward has not started.
         for b in sorted(buckets, key=lambda b: b == last):

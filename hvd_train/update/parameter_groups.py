@@ -1,4 +1,4 @@
-"""Groups of weights by patterns of their names (``optim.groups``): which rule moves which tensor, and from when on."""
+"""Parameter groups by name patterns (``optim.groups``): learning rate, weight decay and freezing of each tensor."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LISTED = 30  # names in a message
 
 @dataclass(frozen=True)
 class Rule:
-    """The settings by which a tensor is moved.
+    """The optimizer settings of a tensor.
 
-    ``factor``: its learning rate over that of the schedule; ``since``: the epoch (from 0) from which on it is trained,
-    None: never.
+    ``factor``: its learning rate relative to the schedule's. ``since``: the first epoch (from 0) that trains it; None:
+    never.
     """
 
     factor: float
@@ -28,19 +28,19 @@ class Rule:
     fixed: bool = False  # while it is frozen, batch normalization uses running statistics
 
     def options(self, optim: OptimConfig) -> OptimConfig:
-        """Return the keys of ``optim`` as they hold for this tensor."""
+        """Return the ``optim`` section with this tensor's weight decay."""
         if optim.weight_decay == self.weight_decay:
             return optim
         return optim.model_copy(update={"weight_decay": self.weight_decay})
 
 
 def step_key(rule: Rule) -> str:
-    """Return the name of the number of steps: weights that are trained later count their steps from then on."""
+    """Return the name of the step count; tensors that are unfrozen later count from then on."""
     return f"slots/step_from_epoch_{rule.since}" if rule.since else "slots/step"
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a canonical name matches; Keras' users may write its slashes."""
+    """Return whether a canonical name matches the pattern, in which Keras' slashes count as dots."""
     return fnmatchcase(name, pattern.replace("/", "."))
 
 
@@ -54,7 +54,7 @@ def rule_of(optim: OptimConfig, name: str) -> Rule:
             decay = group.weight_decay if group.weight_decay is not None else decay
             if group.freeze is not None:
                 frozen, since, fixed = group.freeze, group.until_epoch or 0, group.fix_statistics
-    # A quotient: what scaling, schedule and plateaus make of ``optim.lr`` holds for each group alike.
+    # A quotient, so that scaling, schedule and plateaus apply to all groups alike.
     return Rule(rate / optim.lr, decay, None if frozen and not since else since, fixed)
 
 
@@ -81,15 +81,15 @@ class ParameterGroups:
         return [name for name, rule in self.rules.items() if rule.since is None or rule.since > epoch]
 
     def fixed(self, epoch: int) -> list[str]:
-        """Return those of the frozen tensors whose batch normalization uses its running statistics."""
+        """Return the names of the frozen tensors whose batch normalization uses its running statistics."""
         return [name for name in self.frozen(epoch) if self.rules[name].fixed]
 
     def phase(self, epoch: int) -> int:
-        """Return the first epoch (from 0) since which the same tensors are trained as in this one."""
+        """Return the epoch (from 0) of the latest unfreezing up to this one; 0: none."""
         return max((rule.since for rule in self.rules.values() if rule.since and rule.since <= epoch), default=0)
 
     def table(self) -> list[str]:
-        """Describe what matched, a line for each group and one for the rest."""
+        """Describe which tensors matched, a line for each group and one for the rest."""
         if not self._optim.groups:
             return []
         rest = [spec for spec in self.specs if not any(matches(g.match, spec.name) for g in self._optim.groups)]

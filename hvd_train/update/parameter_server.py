@@ -1,4 +1,4 @@
-"""Workers and a server without waiting (Dean et al. 2012, "Large Scale Distributed Deep Networks", Downpour SGD)."""
+"""Asynchronous parameter server (Dean et al. 2012, "Large Scale Distributed Deep Networks", Downpour SGD)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hvd_train.update.central import Central
 
 
 class ParameterServer(Central):
-    """Rank 0 holds the weights. After each step a rank adds to them what its step changed, and takes them all.
+    """Asynchronous training with the weights on rank 0: after each step a rank pushes its change and pulls the weights.
 
-    With plain SGD that is the gradient times the learning rate; slots stay on their rank. Rank 0 trains as well. A
-    change is stale by the number of changes of other ranks since the weights were taken for which it was computed.
+    With plain SGD the change is the gradient times the learning rate. Each rank keeps its optimizer state. Rank 0
+    trains as well. The staleness of a change is the number of other ranks' changes since the pull before it.
     """
 
     def __init__(self, frontend: Parameters, exchange: Exchange) -> None:
         super().__init__(frontend, exchange)
         first = self._ranks.rank == 0
         self._pulled = self._flat.copy()  # the weights that this rank's next step begins with
-        self._version = 0  # of the weights that were taken: how many changes they hold
+        self._version = 0  # how many changes the pulled weights contain
         # On rank 0: changes so far; since the last note: changes, sum and maximum of their staleness.
         self._counts = self._ranks.window(4 if first else 0, "int64")
 
@@ -36,7 +36,7 @@ class ParameterServer(Central):
             stale = old[0] - version
             return np.array([old[0] + 1, old[1] + 1, old[2] + stale, max(old[3], stale)])
 
-        # Counted before the weights are taken: they may hold more changes, not fewer.
+        # Counted before the pull: the weights may contain more changes, not fewer.
         self._version = int(self._counts.change(0, count)[0]) + 1
         self._window.read(0, self._flat)
         self._pulled[:] = self._flat

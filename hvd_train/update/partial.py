@@ -1,4 +1,4 @@
-"""A part of the weights is averaged after each step, the next one in turn (Apache SINGA's partial synchronization)."""
+"""Average one part of the weights after each step, in turn (Apache SINGA's partial synchronization)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_train.update.rank_averaging import RankAveraging
 
 
 def parts(specs: Sequence[TensorSpec], fraction: float) -> list[list[str]]:
-    """Return the names in ceil(1 / fraction) parts of about equal numbers of entries; a tensor is never cut."""
+    """Divide the names into ceil(1 / fraction) parts of about equal size; tensors are not split."""
     # 1 / (1 / 49) is a little more than 49, and must not make 50 parts.
     count = math.ceil(1 / fraction - 1e-9)
     total, done = sum(spec.size for spec in specs), 0

@@ -1,4 +1,4 @@
-"""Each rank trains by its local gradients; now and then weights are averaged."""
+"""Local training with averages of the weights over the ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hvd_train.update.local_update import LocalUpdate
 
 
 class AveragedParameters(Parameters, Replica, Protocol):
-    """Parameters whose averages over the ranks this update takes."""
+    """Parameters that can be averaged over the ranks."""
 
 
 class RankAveraging(LocalUpdate):
-    """A mean of weights now and then. A subclass says which ones after which step.
+    """Local training that averages weights now and then; a subclass says which ones after which step.
 
     The mean of the ranks' weights is evaluated and saved.
     """

@@ -1,7 +1,7 @@
-"""Training without a schedule (Defazio et al. 2024, "The Road Less Scheduled", arXiv 2405.15682).
+"""Schedule-free training (Defazio et al. 2024, "The Road Less Scheduled", arXiv 2405.15682).
 
-Gradients are taken at y = (1 - beta) z + beta x. z moves by them, and x is the mean of the z, which is
-evaluated and saved. The formulas are in update/elementwise.py; the model has y while it trains.
+Gradients are taken at y = (1 - beta) z + beta x. z moves by them, and x, the mean of the z, is
+evaluated and saved. The formulas are in update/elementwise.py; the model holds y while it trains.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ OFFSET = "offset"  # the slot with z - y
 
 
 class ScheduleFree(WeightAverage):
-    """x = (1 - c) x + c z after each step; c = w / (sum of all w so far), w = (highest learning rate so far)^2.
+    """The average x = (1 - c) x + c z with c = w / (sum of all w so far), w = (highest learning rate so far)^2.
 
-    The weights w are those of the authors' package, schedulefree, by default. With a constant rate x is the plain mean.
+    w is as in the authors' package, schedulefree, by default. With a constant rate x is the plain mean.
     """
 
     def __init__(self, update: Replicated, *, beta: float) -> None:
@@ -31,7 +31,7 @@ class ScheduleFree(WeightAverage):
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
         ops = self._ops
-        # A number of Python would be taken for one of 32 bits.
+        # TensorFlow would convert a Python float to 32 bits.
         number = np.array(learning_rate) if isinstance(learning_rate, float) else None
         rate = ops.cast(learning_rate if number is None else ops.from_numpy(number), "float64")
         before = self._highest.read()
@@ -40,8 +40,8 @@ class ScheduleFree(WeightAverage):
         share = highest * highest / ops.where(total > 0, total, 1.0)
         self._highest.write(highest)
         self._total.write(total)
-        # A group multiplies all of them by its factor on the rate. The share is then the second over the third, also
-        # where the rate is 0.
+        # A parameter group multiplies all three by its factor on the rate. The share is then the second over the
+        # third, also if the rate is 0.
         self._move_weights(gradients, ops.stack([rate, share, rate * 0 + 1]))
 
     def global_weights(self) -> list[Tensor]:

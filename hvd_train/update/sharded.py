@@ -1,11 +1,11 @@
-"""The update whose optimizer is divided over the ranks (Rajbhandari et al. 2020, "ZeRO", stage 1).
+"""Sharded optimizer state (Rajbhandari et al. 2020, "ZeRO", stage 1).
 
-Each rank receives the summed gradient of its part of every bucket, moves that part of the weights with its part of the
-slots, and the ranks gather the new weights. The numbers are those of ``Replicated``, up to the order of sums.
+Each rank receives the summed gradient of its part of every bucket and updates that part of the weights with its part of
+the optimizer state. Then the ranks gather the new weights. Results equal those of ``Replicated`` up to summation order.
 
-Ranks of one host gather nothing: they share the memory of the weights, in which each moves its part while all wait.
-Between hosts a rank exchanges with those that have its place on their hosts: the sum over its host of their parts, and
-the weights of these parts. So a host sends and receives what one rank would, whatever number of ranks it has.
+Ranks of one host share the memory of the weights, so they gather nothing: each updates its part in place while all
+wait. Between hosts a rank exchanges only with its mates, the ranks with the same host rank: host sums of their parts of
+the gradient, then the weights of these parts. So a host sends and receives as much as one rank would.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from hvd_train.update.replicated import Replicated
 
 
 def part_sizes(entries: int, ranks: int) -> list[int]:
-    """Return how many consecutive entries of a flat bucket belong to each rank; rank 0's part is never the smaller."""
+    """Divide the entries of a flat bucket into one consecutive part per rank; the first ranks get the remainder."""
     return [entries // ranks + (rank < entries % ranks) for rank in range(ranks)]
 
 
 def pieces(sizes: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]:
-    """Return, for each tensor of a flat bucket, which of its entries lie in [start, stop) of the bucket."""
+    """Return the [first, last) entries of each tensor of a flat bucket that lie in [start, stop) of the bucket."""
     bounds, offset = [], 0
     for size in sizes:
         first, last = (min(max(edge - offset, 0), size) for edge in (start, stop))
@@ -60,9 +60,9 @@ def pieces(sizes: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]
 
 
 class HostTransfer:
-    """The sum of a bucket over ranks that share memory, and then over the hosts. ``result`` waits for both.
+    """The sum of a bucket over the ranks of a host and then over the hosts; ``result`` waits for both.
 
-    ``between`` starts the transfer between the hosts with what was summed here, and returns the function that waits.
+    ``between`` takes this host's sum, starts the transfer between hosts, and returns the function that waits for it.
     """
 
     def __init__(self, here: Callable[[], Tensor], between: Callable[[Tensor], Callable[[], Tensor]]) -> None:
@@ -80,20 +80,20 @@ class HostTransfer:
 
 
 class ShardedExchange(Exchange):
-    """An exchange of which each rank receives its part of every bucket. ``whole``: the same, with all of them."""
+    """A reduce-scatter: each rank receives its part of every bucket. ``whole``: the same exchange, as an allreduce."""
 
     def __init__(self, whole: Exchange) -> None:
         self.__dict__.update(whole.__dict__)
         self.whole = whole
-        self.sums: HostSums | None = None  # of ranks that share memory
-        self._mates: Sequence[int] = ()  # the ranks that have this one's place on their hosts; of all hosts
+        self.sums: HostSums | None = None  # over ranks that share memory
+        self._mates: Sequence[int] = ()  # the ranks of all hosts with this one's host rank
         self.clip = replace(self.clip, total=self._total)
         self.parts = [
             part_sizes(sum(self._specs[i].size for i in members), self.communicator.size) for members in self.buckets
         ]
 
     def bounds(self, bucket: int) -> tuple[int, int]:
-        """Return the first entry of this rank's part of a bucket, and the one behind its last."""
+        """Return the [first, last) entries of this rank's part of a bucket."""
         return self._bounds(bucket, self.communicator.rank)
 
     def _bounds(self, bucket: int, rank: int) -> tuple[int, int]:
@@ -101,17 +101,17 @@ class ShardedExchange(Exchange):
         return sum(sizes[:rank]), sum(sizes[: rank + 1])
 
     def share(self, host: HostMemory) -> None:
-        """Sum over ranks that share memory from here on."""
+        """Sum in shared memory within this host from now on."""
         self.sums = host.sums(self.lengths())
         self._mates = [ranks[host.rank] for ranks in host.hosts]
-        # What each rank of this host receives is for all that have its place.
+        # Each rank of this host sums the parts of all its mates.
         self._pieces = [
             [[self._bounds(b, ranks[place]) for ranks in host.hosts] for place in range(len(host.hosts[0]))]
             for b in range(len(self.buckets))
         ]
 
     def lengths(self) -> list[int]:
-        """Return the bytes of each bucket."""
+        """Return the size of each bucket in bytes."""
         return [sum(self._specs[i].size * np.dtype(self._specs[i].dtype).itemsize for i in b) for b in self.buckets]
 
     def _total(self, squares: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class ShardedExchange(Exchange):
         return super()._rounds(bucket, shaped, state)
 
     def _sums_parts(self, bucket: int) -> bool:
-        """Return whether the compressor adds up on each rank the part that is this rank's here as well."""
+        """Return whether the compressor's own partition of the bucket equals this exchange's."""
         compressor = self._compressors[bucket]
         return isinstance(compressor, TwoPhase) and compressor.fills_parts(sum(self.parts[bucket]))
 
@@ -139,7 +139,7 @@ class ShardedExchange(Exchange):
         return Started(bucket, rounds, wire, (self.communicator.reduce_scatter_async(flat, self.parts[bucket], name),))
 
     def _between(self, bucket: int, name: str, x: Tensor) -> Callable[[], Tensor]:
-        """Start the sum over the hosts of ``x``, the parts of this rank's mates; return the function that waits."""
+        """Start the sum over hosts of ``x``, this host's sums of the mates' parts; return the function that waits."""
         if len(self._mates) == 1:
             return lambda: x
         sizes, size = self.parts[bucket], self.parts[bucket][self.communicator.rank]
@@ -152,11 +152,11 @@ class ShardedExchange(Exchange):
         return finish
 
     def _only_mates(self, sizes: Sequence[int]) -> list[int]:
-        """Return ``sizes`` of all ranks, with 0 for those that this one exchanges nothing with."""
+        """Return ``sizes``, with 0 for all ranks but the mates."""
         return [size if rank in self._mates else 0 for rank, size in enumerate(sizes)]
 
     def gather(self, bucket: int, part: Tensor) -> Handle:
-        """Start to collect the weights of a bucket, of which ``part`` is this rank's: those of ``gathered``."""
+        """Start to gather the weights of a bucket within the bounds of ``gathered``; ``part`` is this rank's."""
         name = f"weights{bucket}"
         if not self.sums:
             return self.communicator.allgather_async(part, name)
@@ -165,8 +165,7 @@ class ShardedExchange(Exchange):
         return self.communicator.alltoall_async(parts, self._only_mates(sizes), name)
 
     def gathered(self, bucket: int) -> list[tuple[int, int]]:
-        """Return the bounds of what ``gather`` collects: the whole bucket, or where ranks share memory those of all
-        mates."""
+        """Return the bounds that ``gather`` collects: the whole bucket, or the mates' parts with shared memory."""
         if not self.sums:
             return [(0, sum(self.parts[bucket]))]
         return [self._bounds(bucket, rank) for rank in self._mates]
@@ -175,8 +174,8 @@ class ShardedExchange(Exchange):
         return handle.result() if isinstance(handle, HostTransfer) else super()._wait(handle)
 
     def _received(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:
-        """Cut this rank's part out of what came whole: most compressors that are not elementwise decode all of it."""
-        # All that this host adds up is under way before the first of it is waited for.
+        """Receive this rank's parts; they are cut out of buckets that a compressor decodes as a whole."""
+        # Start all transfers between hosts before waiting for the first.
         for handle in (handle for item in started for handle in item.handles):
             if isinstance(handle, HostTransfer):
                 handle.go_on()
@@ -188,7 +187,7 @@ class ShardedExchange(Exchange):
 
 
 class Sharded(Replicated):
-    """Each rank moves its part of the weights; a checkpoint joins the parts of the slots to whole ones."""
+    """The update with sharded optimizer state; a checkpoint holds the state as whole tensors."""
 
     def __init__(self, frontend: Shardable, exchange: Exchange, share_memory: bool = True) -> None:
         self._parts, self.host = ShardedExchange(exchange), frontend.host_memory() if share_memory else None
@@ -214,15 +213,15 @@ class Sharded(Replicated):
             self.move(gradients, learning_rate)
             self._gather()
             return
-        self.host.barrier("backward")  # none reads the weights any more
+        self.host.barrier("backward")  # no rank reads the old weights any more
         self.move(gradients, learning_rate)
         if len(self.host.hosts) > 1:
             self._gather()
         self.host.barrier("weights")
 
     def _gather(self) -> None:
-        """Collect the weights that other ranks have moved. One bucket travels while the one before it is copied: all at
-        once would hold the weights twice."""
+        """Gather the other ranks' new weights, one bucket while the one before is copied: all at once would need
+        the weights' memory twice."""
         before = None
         for bucket in range(len(self.buckets)):
             handle = self._parts.gather(bucket, self.frontend.ops.concat(self._sharded.parts(bucket)))
@@ -238,7 +237,7 @@ class Sharded(Replicated):
             self._sharded.take(bucket, one, part)
 
     def total(self, squares: list[Tensor]) -> Sequence[Tensor]:
-        """Join the sums of squares of parts of tensors over the ranks. All ranks must call it, in the same order."""
+        """Add the sums of squares of parts of tensors over the ranks. All ranks must call it, in the same order."""
         if not squares:
             return squares
         ops, communicator = self.frontend.ops, self.exchange.communicator
@@ -273,7 +272,7 @@ class MovedParts(MovedWeights):
     def write(self, weights: Sequence[Tensor]) -> None:
         communicator, flat = self._exchange.communicator, FlatState(self._frontend, self._buckets)
         for b, part in enumerate(weights):
-            # No rank comes here before all have read theirs, which may lie in shared memory.
+            # The gather waits until all ranks have read their parts, which may lie in shared memory.
             whole = communicator.synchronize(communicator.allgather_async(part, f"weights{b}"))
             self._frontend.load(flat.tree("weights/", b, self._frontend.ops.to_numpy(whole)))
 

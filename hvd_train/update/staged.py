@@ -1,4 +1,4 @@
-"""The exchange of one pipeline stage: weights that several stages use, and the norm of the whole gradient."""
+"""The exchange of one pipeline stage: tied weights, and the norm of the whole gradient."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class StagedParameters(Parameters, Protocol):
     ties: Sequence[tuple[int, tuple[int, ...]]]  # (index into specs, stages that hold the tensor)
 
     def joined(self, x: Tensor, stages: Sequence[int], word: str) -> Tensor:
-        """Return the sum of ``x`` over some stages, in their order."""
+        """Sum ``x`` over some stages, in their order."""
 
 
 class StagedExchange(Exchange):
-    """An exchange of a part of the model over the replicas.
+    """The exchange of one stage's part of the model over the replicas.
 
-    A tied weight's gradient is the sum of those of its stages, added in their order after the ranks of each have been
-    joined: all stages then move their copies by the same bits.
+    The gradient of a tied weight is first summed over the ranks of each stage, then over its stages in order. So all
+    stages update their copies with the same bits.
     """
 
     def __init__(self, whole: Exchange, frontend: StagedParameters) -> None:
@@ -48,14 +48,14 @@ class StagedExchange(Exchange):
         return gradients, states
 
     def _total(self, squares: Tensor) -> Tensor:
-        """Return the sum of squares of the gradients of all stages, of which each tied one counts once."""
+        """Sum the squares of the gradients of all stages; each tied weight counts once."""
         local = self.ops.reshape(squares - self._of_other_stages, (1,))
         total = self._frontend.joined(local, range(self._frontend.stages), "gradient norm")
         return self.ops.reshape(total, ())
 
 
 class Staged(Replicated):
-    """The update of one stage: its part of the model, over the ranks that hold the same part."""
+    """The update of one pipeline stage, over the ranks that hold the same part of the model."""
 
     def __init__(self, frontend: StagedParameters, exchange: Exchange) -> None:
         super().__init__(frontend, StagedExchange(exchange, frontend))

@@ -1,4 +1,4 @@
-"""The state of an update: copies of its entries, and the cells that hold residuals between steps."""
+"""The state of an update: copies of its entries, and cells for tensors kept between steps."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hvd_train.protocol import Communicator, Entry, Model, Placement, Tensor, Tr
 
 
 def read(entries: Iterable[Entry], placement: Placement, into: Tree | None = None) -> Tree:
-    """Copy the entries of one placement; ``into``: earlier copies, whose memory is taken where there is one."""
+    """Copy the entries of one placement; ``into``: earlier copies, whose memory is reused."""
     tree: Tree = {}
     for entry in entries:
         if entry.placement is placement:
             x = entry.read()
-            # A copy, for the next step moves what the entry reads while a thread still writes the checkpoint.
+            # A copy, because the next step changes the entry while a thread still writes the checkpoint.
             tree[entry.name] = into[entry.name] if into and entry.name in into else np.empty_like(x)
             np.copyto(tree[entry.name], x, casting="no")
     return tree
 
 
 def join_shards(entries: Iterable[Entry], communicator: Communicator) -> Tree:
-    """Join the parts of sharded entries to whole arrays, in rank order; all ranks call it, rank 0 gets the arrays."""
+    """Concatenate the parts of sharded entries on rank 0, in rank order; all ranks call it."""
     tree: Tree = {}
     for entry in entries:
         if entry.placement is Placement.SHARDED:
@@ -36,12 +36,12 @@ def join_shards(entries: Iterable[Entry], communicator: Communicator) -> Tree:
 
 
 def is_residual(name: str) -> bool:
-    """Return whether an entry of one rank is a residual, which lies as gradients travel."""
+    """Return whether a PER_RANK entry is a residual, whose layout is that of the gradient buckets."""
     return name.partition("/")[0].isdigit()
 
 
 def weight_names(frontend: Model) -> list[str]:
-    """Return the names that a front-end's state has for its trainable weights, in the order of ``specs``."""
+    """Return the state names of the trainable weights, in the order of ``specs``."""
     return [f"weights/{spec.name}" for spec in frontend.specs()]
 
 
@@ -52,12 +52,12 @@ def weights(frontend: Model) -> Tree:
 
 
 def training_state(frontend: Model, update: Update, into: Tree | None = None) -> Tree:
-    """Copy what a training is, but for what differs between ranks: weights, running statistics and slots."""
+    """Copy the state that is equal on all ranks: weights, running statistics and optimizer state."""
     return frontend.state(into) | read(update.state(), Placement.REPLICATED, into)
 
 
 class Cell:
-    """A tensor that a later step reads; frameworks that trace their steps have other cells."""
+    """A tensor kept for later steps, for eager frameworks."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -70,9 +70,9 @@ class Cell:
 
 
 class EagerControl:
-    """The verbs of ``Ops`` about what runs when, where Python decides at once."""
+    """The control-flow operations of ``Ops`` for eager frameworks."""
 
-    block = 1 << 16  # entries of a flat tensor: several blocks fit into the cache of a core
+    block = 1 << 16  # entries: several blocks fit into the cache of a core
 
     def keep_number(self, x: int) -> Cell:
         return Cell(x)

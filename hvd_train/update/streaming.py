@@ -1,6 +1,6 @@
-"""Outer steps of a part of the weights at a time, whose transfer goes on while the ranks train.
+"""Outer steps of one part of the weights at a time, whose transfer overlaps with training.
 
-Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512). As many bytes as ``outer``, in smaller portions.
+Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512). It sends as many bytes as ``outer``, in smaller portions.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def _result(deltas: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
 
 
 class Streaming(Outer):
-    """Every ``steps / fragments`` steps the next fragment sends its d, which arrives ``delay`` steps later.
+    """The update that sends d of the next fragment every ``steps / fragments`` steps and uses it ``delay`` steps later.
 
-    Then v and G of the fragment move as in ``Outer``, and w = (1 - mix) G + mix w. A checkpoint waits for what is under
-    way and keeps it, so that a run that goes on takes it at the same step.
+    Then v and G of the fragment are updated as in ``Outer``, and w = (1 - mix) G + mix w. A checkpoint waits for the d
+    in flight and keeps it, so that a resumed run uses it at the same step.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class Streaming(Outer):
         )
         self._take, self._put = ([frontend.compiled(way) for way in of] for of in ways)
         self._send = [frontend.in_background(partial(self._start, part), self._finish) for part in self._fragments]
-        # The fragment that is under way, and the function that waits for its d.
+        # The fragment in flight, and the function that waits for its d.
         self._part: tuple[int, Callable[[], Sequence[Tensor]]] | None = None
         self._parts_received: Tree = {}  # from a checkpoint
 
     def _divide(self, frontend: Parameters) -> Sequence[Collection[int]]:
-        """Give each tensor to the fragment with the fewest entries, the largest tensor first."""
+        """Assign each tensor, the largest first, to the fragment with the fewest entries."""
         specs = frontend.specs()
         if self.fragments > len(specs):
             what = f"the model has {len(specs)} tensors, and none is divided"
@@ -91,7 +91,7 @@ class Streaming(Outer):
         self._part = fragment, self._send[fragment](*self._take[fragment](self._share(fragment)))
 
     def _arrive(self) -> None:
-        """Wait for what is under way, and take it."""
+        """Wait for the d in flight, and use it."""
         assert self._part
         (fragment, wait), self._part = self._part, None
         self._put[fragment](*wait())
@@ -114,7 +114,7 @@ class Streaming(Outer):
         return self._part is not None
 
     def finish_transfers(self) -> None:
-        """Wait for what is under way: it stays so, as far as steps are concerned."""
+        """Wait for the d in flight; it is still used at its own step."""
         if self._part:
             fragment, wait = self._part
             self._part = fragment, _result(wait())

@@ -1,4 +1,4 @@
-"""The base of averages of the weights over time, which are evaluated and saved in place of the weights."""
+"""The base class of averages of the weights over time, which are evaluated and saved instead of the weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hvd_train.update.replicated import Replicated
 
 
 class Number(NamedTuple):
-    """A number that an average keeps from step to step, an array of shape ()."""
+    """Access to a number that an average keeps between steps, an array of shape ()."""
 
     read: Callable[[], np.ndarray]
     write: Callable[[np.ndarray], None]
 
 
 class WeightAverage(ABC):
-    """An average of the weights that ``update`` moves. Weights and averages are flat, (n,) for each bucket."""
+    """An average of the weights of ``update``. Weights and averages are flat, (n,) for each bucket."""
 
     def __init__(self, update: Replicated) -> None:
         self._ops = update.frontend.ops
@@ -31,36 +31,36 @@ class WeightAverage(ABC):
 
     @property
     def ready(self) -> bool:
-        """Return whether the averages are evaluated and saved in place of the weights now."""
+        """Return whether the averages are now evaluated and saved instead of the weights."""
         return True
 
     @abstractmethod
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
-        """Move the weights, their slots and the averages."""
+        """Update the weights, the optimizer state and the averages."""
 
     @abstractmethod
     def global_weights(self) -> Sequence[Tensor]:
-        """Return (n,) for each bucket: the averages of what this rank moves, between steps."""
+        """Return the averages of the weights that this rank updates, (n,) for each bucket; between steps."""
 
     def begin_average(self) -> None:  # noqa: B027  some are functions of weights and slots
-        """Begin anew, with the weights that the model has as the averages."""
+        """Restart, with the model's weights as the averages."""
 
     def take_average(self, averages: Sequence[Tensor]) -> None:  # noqa: B027  most are always ready
-        """Take what ``global_weights`` returned, from a checkpoint of a run whose averages were not ready."""
+        """Load the averages, as ``global_weights`` returned them, from a checkpoint in which they were not ready."""
 
     def end_epoch(self, epoch: int, epochs: int) -> None:  # noqa: B027  most count steps
-        """Do what follows the end of epoch number ``epoch`` (from 1) of ``epochs``."""
+        """Handle the end of epoch number ``epoch`` (from 1) of ``epochs``."""
 
     def end_training(self) -> bool:
-        """Do what follows the end of the training; return whether the averages have become ready by it."""
+        """Handle the end of the training; return whether it made the averages ready."""
         return False
 
     def note(self) -> str:
-        """Return what to tell the user after an epoch; empty: nothing."""
+        """Return a message for the user after an epoch; empty: none."""
         return ""
 
     def numbers(self) -> Mapping[str, Number]:
-        """Return the single numbers that a checkpoint keeps, by their names there."""
+        """Return the numbers that a checkpoint keeps, by their names in it."""
         return {}
 
     def load_numbers(self, tree: Mapping[str, np.ndarray]) -> None:

@@ -14,8 +14,7 @@ def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads:
     """Return whether exchanges run during the backward pass.
 
     ``auto``: if the communication thread has a core to itself, or mostly waits for a network. When all cores of one
-    host
-    are busy, it would slow down the computing thread.
+    host are busy, it would slow down the computing thread.
     """
     if communicator.size == 1:
         return False
@@ -43,8 +42,7 @@ def gpus_of(config: FrontEndConfig, communicator: Communicator, visible: int, fr
     """Return the ``parallel.devices_per_rank`` GPUs of this rank, or [] for the CPU.
 
     Local rank r takes GPUs k r to k r + k - 1 of the visible ones, or of ``devices``. Raises ConfigError if the host
-    has
-    too few.
+    has too few.
     """
     count, local = config.parallel.devices_per_rank, communicator.local_size
     if count == 1 or not visible or config.device == "cpu":

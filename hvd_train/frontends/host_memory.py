@@ -181,8 +181,7 @@ class HostSums:
         """Publish ``x``, of which the k-th rank of the host reads ``pieces[k]``, without waiting for the others.
 
         Returns a function that waits for the sum of this rank's pieces and returns them concatenated. Parts are added
-        in
-        rank order.
+        in rank order.
         """
         host, rank = self._host, self._host.rank
         host.wait(f"{place} read")  # of the previous sum

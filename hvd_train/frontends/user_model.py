@@ -61,9 +61,8 @@ def build_model(
     """Return (model, its module, the arguments of its build function).
 
     The function gets the options, and ``input_shape``, ``num_classes``, ... if it has these parameters. ``shape_of``:
-    the
-    shape in which the framework gets a field. If a checkpoint has all weights, a parameter ``pretrained`` gets False.
-    Raises ConfigError if the function rejects its arguments.
+    the shape in which the framework gets a field. If a checkpoint has all weights, a parameter ``pretrained`` gets
+    False. Raises ConfigError if the function rejects its arguments.
     """
     name, options, restores = config.model.name, config.model.options, config.restores
     build, module = find_model(zoo, name, options)

@@ -1,7 +1,6 @@
-"""A file beside the backup of Keras' ``BackupAndRestore``, with local training.
+"""A file beside the backup of Keras' ``BackupAndRestore``, for local training.
 
-It has what the backup leaves out, the outer momentum and the slots of each rank, so that a script that goes on gets
-the same bits.
+It holds what the backup lacks, the outer momentum and each rank's slots, so that a resumed script gets the same bits.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from hvd_train.protocol import Communicator, Tree
 from hvd_train.script.local_training import LocalTraining
 
 FILE = "apart.safetensors"
-STEPS, OUTER = "steps", "outer/"  # the optimizer's steps; what the names of the outer optimizer's state begin with
+STEPS, OUTER = "steps", "outer/"  # key of the optimizer's steps; prefix of the outer optimizer's state
 
 
 class BackupBeside(keras.callbacks.Callback):
-    """A callback of all ranks, behind the ``BackupAndRestore`` of rank 0."""
+    """A callback on all ranks, after the ``BackupAndRestore`` of rank 0."""
 
     def __init__(self, backup: Any, optimizer: Any, apart: LocalTraining, world: Communicator) -> None:
         super().__init__()
-        self._each_epoch = backup.save_freq == "epoch"  # else ranks may be within a round
+        self._each_epoch = backup.save_freq == "epoch"  # else ranks may be between two synchronizations
         self._path = Path(backup.backup_dir) / FILE
         self._optimizer, self._apart, self._world = optimizer, apart, world
 
@@ -47,7 +46,7 @@ class BackupBeside(keras.callbacks.Callback):
             files.put(self._path, arrays.pack(tree))
 
     def restore(self) -> None:
-        """Take what the file has, if it is of the weights that ``BackupAndRestore`` has read; on all ranks together."""
+        """Load the file if it belongs to the weights that ``BackupAndRestore`` has read. All ranks call it."""
         data = self._world.broadcast_bytes(collectively(self._world, self._read))
         tree: Tree = arrays.unpack(data) if data else {}
         if not tree:
@@ -59,7 +58,7 @@ class BackupBeside(keras.callbacks.Callback):
             return
         self._apart.load({name.removeprefix(OUTER): x for name, x in tree.items() if name.startswith(OUTER)})
         ranks = {name.split("/")[0] for name in tree if name.startswith("rank")}
-        if len(ranks) == self._world.size:  # else all go on with rank 0's slots
+        if len(ranks) == self._world.size:  # else all continue with rank 0's slots
             for k, v in enumerate(self._optimizer.variables):
                 v.assign(tree[f"rank{self._world.rank}/{k}"])
 
@@ -68,7 +67,7 @@ class BackupBeside(keras.callbacks.Callback):
             return b""
         try:
             data = files.content(self._path)
-            arrays.unpack(data)  # only to check it, before the other ranks get it
+            arrays.unpack(data)  # only to check it before it is sent to the other ranks
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"it cannot be read: {error}", where=str(self._path), fix="remove it") from error
         return data
@@ -78,7 +77,7 @@ class BackupBeside(keras.callbacks.Callback):
 
 
 def with_backups(callbacks: Any, optimizer: Any, apart: LocalTraining, world: Communicator) -> list[Any]:
-    """Return callbacks, with a ``BackupBeside`` behind each ``BackupAndRestore``."""
+    """Insert a ``BackupBeside`` after each ``BackupAndRestore``."""
     held = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks or []
 
     def each() -> Iterator[Any]:

@@ -13,8 +13,8 @@ from hvd_train.frameworks import KERNELS
 from hvd_train.frontends.devices import gpu_index
 from hvd_train.launch.environment import keep_memory, share_memory, threads, world
 
-# TensorFlow reads both while it loads; what the user has set stands. Level 2 leaves out all but errors: warnings
-# of types that its optimizer of graphs passes over come by the dozen with 64 bits.
+# TensorFlow reads both while it loads; the user's settings win. Level 2 hides all but errors: with 64 bits, its graph
+# optimizer prints dozens of warnings about types that it skips.
 os.environ.update(KERNELS | {"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ)
 
 import keras
@@ -52,31 +52,30 @@ def distribute(
     agreement_every_n_steps: int = 100,
     **options: Any,
 ) -> Any:
-    """Train a compiled model on all ranks together; return it. After another ``compile``, call it again.
+    """Train a compiled model on all ranks together; return it. Call it again after another ``compile``.
 
-    For your training loop give the optimizers as well, ``hk.distribute(model, optimizer)``: the model need not be
-    compiled, and is to be built. Their ``apply`` averages over ranks.
+    For your own training loop pass the optimizers too, ``hk.distribute(model, optimizer)``. The model must be built,
+    but need not be compiled, and ``optimizer.apply`` averages gradients over ranks. A model may have several
+    optimizers. A model that is not built yet is built from the first batch of ``fit``.
 
-    A model that is not built yet is built from the first batch that ``fit`` gets. A model may have several optimizers.
+    From now on call ``fit``, ``evaluate`` and ``predict`` on all ranks. Each takes its part of the data
+    (``shard=False``: you have divided the data already), and all return the same. ``seed``: of the order of samples if
+    ``fit`` shuffles. ``lr_scaling``: "linear" multiplies the learning rate by the number of ranks, once for each
+    optimizer. ``compression``: none, fp16, bf16, int8, int4, topk, threshold or powersgd, with its options
+    (``ratio=0.01``). ``sharded``: each rank keeps the optimizer state for its part of the weights and updates that part
+    (ZeRO, stage 1). It needs elementwise optimizers, and ``model.save`` on all ranks.
 
-    After it ``fit``, ``evaluate`` and ``predict`` are calls that all ranks make: each takes its part of the data
-    (``shard=False``: the data are divided already), gradients are averaged before the optimizer sees them, and what
-    comes back is the same on every rank. ``lr_scaling``: "linear" multiplies the learning rate by the number of ranks,
-    once for an optimizer.
-    ``seed``: of the order of samples where ``fit`` shuffles. ``compression``: none, fp16, bf16, int8, int4, topk,
-    threshold or powersgd, with the options of that name (``ratio=0.01``). ``sharded``: each rank keeps the optimizers'
-    slots for its part of the weights, moves that part, and gets the others' (ZeRO, stage 1); for elementwise
-    optimizers, and with ``model.save`` on all ranks. ``mode="outer"`` with ``outer_steps``, ``outer_lr``,
-    ``outer_momentum``: each rank steps by its local gradients, and an outer optimizer joins the weights after so many
-    steps and at an epoch's end, as for ``hvd-train fit``. ``mode="streaming"`` with ``fragments``, ``stream_delay`` and
-    ``mix`` besides joins a part of the weights at a time, while the ranks train on.
-    Every ``agreement_every_n_steps`` (0: never), at an epoch's end and in ``evaluate`` and ``predict`` the ranks
-    compare weights and learning rates, and end with a CommunicationError where they differ. Raises ConfigError on all
-    ranks.
+    ``mode="outer"`` with ``outer_steps``, ``outer_lr``, ``outer_momentum``: each rank takes steps with its local
+    gradients. After so many steps, and at the end of an epoch, an outer optimizer synchronizes the weights, as in
+    ``hvd-train fit``. ``mode="streaming"``, with ``fragments``, ``stream_delay`` and ``mix`` too, synchronizes a part
+    of the weights at a time while training continues.
+
+    The ranks compare weights and learning rates every ``agreement_every_n_steps`` (0: never), at the end of an epoch
+    and in ``evaluate`` and ``predict``. Raises CommunicationError if they differ, and ConfigError; both on all ranks.
     """
     backend = _backend()
     communicator = open_session(backend.framework).communicator
-    # What one rank checks alone may fail on some ranks only: ``collectively`` raises on all of them.
+    # These checks may fail on some ranks only: ``collectively`` raises the error on all of them.
     collectively(communicator, lambda: _check(model, given_optimizers, lr_scaling, compression))
     if sharded:
         collectively(communicator, lambda: check_elementwise([*given_optimizers, *optimizers_of(model)], WHERE))
@@ -87,7 +86,7 @@ def distribute(
         collectively(communicator, lambda: check_local(list(chosen.values()), mode, sharded, lr_scaling, WHERE))
     compressor = make(compression, communicator.size, communicator.rank, **exchange.options(compression))
     before = getattr(model, MARK, None)
-    # ``compile`` makes a new loss tracker: by it a later call sees whether the model was compiled again.
+    # ``compile`` makes a new loss tracker, which tells whether the model was compiled again.
     patches = Patches(model._loss_tracker, before.fits if before else 0, given_optimizers)
     if before:
         before.undo()
@@ -95,7 +94,7 @@ def distribute(
     optimizers = optimizers_of(model)
     for x in optimizers:
         patches.put(x, MARK, patches)
-    # Also in a world of one, whose epochs must have the same orders.
+    # Also on a single rank, whose epochs must have the same orders.
     loop.follow(optimizers)
     if communicator.size == 1 and not recording() and not apart:
         return model
@@ -105,17 +104,18 @@ def distribute(
     if is_built(model):
         start.begin()
     else:
-        # Weights are needed to plan the buckets: wait for the first batch.
+        # To plan the buckets we need the weights: wait for the first batch.
         build_at_first(model, communicator, patches, start.begin)
     keep_memory()
     return model
 
 
 def global_weights(model: Any) -> AbstractContextManager[None]:
-    """Give the model the weights that are evaluated and saved, within this context: ``with hk.global_weights(model):``.
+    """Give the model its global weights in this context: ``with hk.global_weights(model):``.
 
-    With ``hk.distribute(..., mode="outer")`` they are those of the last join. With other models nothing changes.
-    Nothing travels, so some ranks may call it and others not. ``evaluate``, ``predict`` and ``save`` need it not.
+    With ``hk.distribute(..., mode="outer")`` these are the weights of the last synchronization; otherwise nothing
+    changes. Nothing is exchanged, so not all ranks need to call it. ``evaluate``, ``predict`` and ``save`` do so
+    themselves.
     """
     apart = getattr(getattr(model, MARK, None), "apart", None)
     if not apart:
@@ -125,7 +125,7 @@ def global_weights(model: Any) -> AbstractContextManager[None]:
 
 
 def _backend() -> Any:
-    """Return what carries the tensors of the framework that Keras runs on."""
+    """Return the backend for the framework that Keras runs on."""
     name = keras.backend.backend()
     if name not in BACKENDS:
         raise _error(f"Keras runs on {name}", "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch")
@@ -137,9 +137,9 @@ def shard(
 ) -> Any:  # fmt: skip
     """Return this rank's batches for your training loop: ``for x, y in hk.shard(x, y, batch_size=64)``, 64 a rank.
 
-    Every rank gives all of the data: arrays, a tf.data.Dataset of batches (a Dataset comes back), a PyDataset or
-    PyTorch's DataLoader. Each ``for`` is an epoch, with another order where arrays or batches are shuffled. On
-    all ranks. Raises ConfigError or DataError on all of them.
+    Pass all of the data on every rank: arrays, a tf.data.Dataset of batches (then a Dataset is returned), a PyDataset
+    or a PyTorch DataLoader. Each ``for`` is an epoch, in a new order if arrays or batches are shuffled. Call it on all
+    ranks. Raises ConfigError or DataError on all of them.
     """
     world, _ = _opened()
     options: Any = dict(batch_size=batch_size, shuffle=shuffle, seed=seed)
@@ -149,8 +149,8 @@ def shard(
 def reduce(values: Any, op: str = "mean") -> Any:
     """Return the mean over ranks of tensors, arrays or numbers, in lists or dicts, or their sum with op="sum".
 
-    Eagerly and within a ``tf.function``; on all ranks. Whole numbers have a mean in 64 bits, and a whole sum, which is
-    exact: of 64 bits for Python's numbers, for arrays and tensors of their type.
+    Works eagerly and in a ``tf.function``; call it on all ranks. The mean of integers has 64 bits. Their sum is an
+    exact integer: 64 bits for Python's numbers, the same dtype for arrays and tensors.
     """
     world, backend = _opened()
     return loop.reduce(values, op, world, backend.graph())
@@ -168,12 +168,12 @@ def _opened() -> tuple[Any, Any]:
 
 
 def rank() -> int:
-    """Return this process' number, from 0; rank 0 prints and saves, see ``is_main``. Needs no ``distribute``."""
+    """Return this process' number, from 0. Needs no ``distribute``."""
     return world().rank
 
 
 def size() -> int:
-    """Return how many ranks there are; 1 for a script that was started alone."""
+    """Return the number of ranks; 1 for a script that was started alone."""
     return world().size
 
 
@@ -183,17 +183,17 @@ def is_main() -> bool:
 
 
 def print(*values: Any, **options: Any) -> None:
-    """Python's ``print``, on rank 0 alone. All ranks compute the values: ``hk.print(hk.reduce(loss))`` is right."""
+    """Python's ``print`` on rank 0 only. All ranks compute the values: ``hk.print(hk.reduce(loss))`` is right."""
     main_rank.print_on(is_main(), *values, **options)
 
 
 def tqdm(*arguments: Any, **options: Any) -> Any:
-    """tqdm's progress bar over an iterable, shown on rank 0 alone: ``for x, y in hk.tqdm(batches):`` on all ranks."""
+    """tqdm's progress bar over an iterable, shown only on rank 0: ``for x, y in hk.tqdm(batches):`` on all ranks."""
     return main_rank.progress_on(is_main(), "hk.tqdm", *arguments, **options)
 
 
 def barrier() -> None:
-    """Wait until all ranks are here: before they read what rank 0 has just saved, for example."""
+    """Wait until all ranks have called this, for example before they read what rank 0 has just saved."""
     _opened()[0].barrier()
 
 
@@ -215,7 +215,7 @@ def _check(model: Any, user_optimizers: Any, lr_scaling: str, compression: str) 
     schedule, rates = keras.optimizers.schedules.LearningRateSchedule, with_rates(optimizers)
     if lr_scaling == "linear" and any(isinstance(getattr(x, "_learning_rate", None), schedule) for x in rates):
         raise _error("lr_scaling cannot multiply a LearningRateSchedule", "multiply it yourself by hk.size()")
-    # An optimizer from a checkpoint may hold a rate that was multiplied before it was saved.
+    # The rate in an optimizer's checkpoint may have been multiplied before it was saved.
     if lr_scaling == "linear" and world().size > 1 and any(int(x.iterations) for x in set(rates) - set(scaled)):
         fix = "multiply it yourself by hk.size() where it is not, without lr_scaling"
         raise _error("the optimizer has made steps before, perhaps with a learning rate that is multiplied", fix)
@@ -233,7 +233,7 @@ def _error(what: str, fix: str) -> ConfigError:
 
 
 def _share_cores() -> None:
-    """Set this rank's share of the cores and its memory, before TensorFlow's first operation: later it is too late."""
+    """Set this rank's share of the cores and its memory; must run before TensorFlow's first operation."""
     here = place()
     if here.size == 1 or keras.backend.backend() not in BACKENDS:
         return
@@ -247,7 +247,7 @@ def _share_cores() -> None:
             tf.config.threading.set_inter_op_parallelism_threads(threads("auto", here))
             if gpus:
                 tf.config.set_visible_devices(gpus[gpu_index(len(gpus), here.local_rank, None)], "GPU")
-        # TensorFlow refuses to change threads once it has run an operation.
+        # TensorFlow raises if threads change after its first operation.
         except RuntimeError:
             warnings.warn(
                 "import hvd_train.keras before TensorFlow's first operation: threads stay as they are", stacklevel=2

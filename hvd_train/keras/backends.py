@@ -14,10 +14,10 @@ from hvd_train.script.local_training import InBackground
 
 
 class OnTensorFlow:
-    """Keras on TensorFlow: a transfer is an operation of the graph that is traced."""
+    """Keras on TensorFlow: a transfer is an operation of the graph being traced."""
 
     framework = "tensorflow"
-    _waits: Any = None  # seconds within the transfers of graphs, of all models
+    _waits: Any = None  # seconds spent in the graphs' transfers, of all models
 
     def __init__(self) -> None:
         import tensorflow as tf
@@ -27,54 +27,54 @@ class OnTensorFlow:
 
         self.tf, self._awaited = tf, awaited
         if OnTensorFlow._waits is None:
-            # A variable of no graph: the first model may be distributed while one is traced.
+            # Outside any graph: ``distribute`` may be called while one is traced.
             with tf.init_scope():
                 OnTensorFlow._waits = seconds_waited()
         self.ops: Ops = TensorFlowOps()
         self.packing: Callable[[Communicator], Packing] = packing
         self.in_background: InBackground = transfer_in_thread
-        self.lifted = tf.init_scope  # out of the graph that is traced
+        self.lifted = tf.init_scope  # leaves the graph being traced
 
     def untouched(self, function: Callable) -> Callable:
-        """Return a function that AutoGraph does not rewrite when a tf.function of the script reaches it."""
+        """Exclude a function from AutoGraph, also when a tf.function of the script calls it."""
         return self.tf.autograph.experimental.do_not_convert(function)
 
     def eager(self) -> bool:
         return self.tf.executing_eagerly()
 
     def graph(self) -> Any:
-        """Return the graph that is traced; None where operations run at once."""
+        """Return the graph being traced; None if operations run eagerly."""
         return None if self.eager() else self.tf.compat.v1.get_default_graph()
 
     def after_step(self, reduction: Reduction) -> None:
-        """Count a step of a loop of the script."""
-        # A graph counts its steps, and Python asks with the next batch (Reduction.count_graph_steps): a transfer that
-        # Python starts within a graph would wait for the thread that it keeps.
+        """Count a step of the script's loop."""
+        # A graph counts its steps itself, and they are reported with the next batch (Reduction.count_graph_steps): a
+        # transfer started by Python inside a graph would deadlock, as it needs the thread that it blocks.
         if self.eager():
             reduction.stepped(1)
         else:
-            # A part of the graph, so that it counts whenever the graph runs.
+            # An operation of the graph, so that it counts whenever the graph runs.
             reduction.steps.value.assign_add(1)
             Reduction.traced.add(reduction)
 
     def draw_apart(self) -> None:
-        """Let the graph that is traced here draw other numbers on each rank."""
+        """Give random operations of the graph being traced another seed on each rank."""
         graph = self.tf.compat.v1.get_default_graph()
         if not self.eager() and graph.seed is not None:
-            # The golden ratio of 2^32: seeds of neighbouring ranks lie far apart.
-            self.tf.random.set_seed((graph.seed + world().rank * 0x9E3779B9) % (1 << 31))  # of this graph alone
+            # The golden ratio of 2^32: seeds of neighbouring ranks are far apart.
+            self.tf.random.set_seed((graph.seed + world().rank * 0x9E3779B9) % (1 << 31))  # of this graph only
 
     def dense(self, gradients: list[Any]) -> list[Any]:
-        """Return tensors in place of IndexedSlices; on a CPU, once all of them are there."""
+        """Replace IndexedSlices by tensors; on a CPU, wait until all gradients are computed."""
         gradients = [None if g is None else self.tf.convert_to_tensor(g) for g in gradients]
         if self.tf.config.get_visible_devices("GPU"):
             return gradients
-        # On a CPU the thread that carries a transfer would take the time from those that compute.
+        # On a CPU the communication thread would slow down the computing ones.
         with self.tf.control_dependencies([g for g in gradients if g is not None]):
             return [None if g is None else self.tf.identity(g) for g in gradients]
 
     def awaited(self, gradients: Sequence[Any], transfer: Callable[[], Any]) -> Any:
-        """Return what ``transfer`` gives; in a graph, count the seconds that it waits."""
+        """Return the result of ``transfer``; in a graph, count the seconds it takes."""
         if self.eager():
             return transfer()
         return self._awaited(self._waits, [g for g in gradients if g is not None], transfer)
@@ -89,7 +89,7 @@ class OnTensorFlow:
 
 
 class OnTorch:
-    """Keras on PyTorch: every operation runs at once."""
+    """Keras on PyTorch: every operation runs eagerly."""
 
     framework = "pytorch"
 
@@ -128,7 +128,7 @@ class OnTorch:
         return transfer()
 
     def waited(self) -> float:
-        return 0.0  # the communicator counts all
+        return 0.0  # the communicator counts them
 
     def fuse(self, optimizer: Any) -> None:
-        """Do nothing: Keras takes torch's fused updates."""
+        """Do nothing: Keras uses torch's fused updates."""

@@ -1,4 +1,4 @@
-"""Models that ``hk.distribute`` gets before they have weights: subclassed ones and Sequentials without an Input."""
+"""Models that have no weights yet at ``hk.distribute``: subclassed ones and Sequentials without an Input."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FIX = "call it once on a batch, or model.build(input_shape), before hk.distribut
 def is_built(model: Any) -> bool:
     """Return whether the model has its weights.
 
-    A model with Keras' ``call``, as in many GANs, is the sum of its parts. So is a Sequential, which a PyTorch module
-    among its layers leaves half built.
+    A model without its own ``call``, as in many GANs, is built if its parts are. So is a Sequential, which stays half
+    built if a layer is a PyTorch module.
     """
     parts = all(layer.built for layer in model._flatten_layers() if layer is not model)
     if isinstance(model, keras.Sequential):
@@ -33,14 +33,14 @@ def is_built(model: Any) -> bool:
 
 
 def build_at_first(model: Any, world: Communicator, patches: Patches, begin: Callable[[], None]) -> None:
-    """Build the model from the batch that the first of its methods gets, then call ``begin`` and go on."""
+    """Build the model from the first batch that one of its methods gets, call ``begin``, and continue."""
 
     def first(name: str, *args: Any, **kwargs: Any) -> Any:
         agree(world, {"call": f"model.{name}"})
         call = inspect.signature(getattr(type(model), name)).bind(model, *args, **kwargs).arguments
-        # A batch that one rank cannot build from must not leave the others waiting in ``begin``.
+        # If the batch fails on one rank, the others must not wait in ``begin``.
         collectively(world, lambda: _build(model, call, f"model.{name}"))
-        # Before ``begin``, which puts the distributed methods in the same places.
+        # Before ``begin``, which patches the same methods.
         stubs.undo()
         begin()
         return getattr(model, name)(*args, **kwargs)
@@ -67,7 +67,7 @@ def _build(model: Any, call: dict[str, Any], where: str) -> None:
         batch = x[0] if kind == "sequence" else first_batch(x)
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     if keras.backend.backend() == "tensorflow":
-        # As tf.data hands batches to train_step.
+        # The structure that tf.data passes to train_step.
         inputs = keras.tree.lists_to_tuples(inputs)
 
     def symbolic(leaf: Any) -> Any:

@@ -24,7 +24,7 @@ WRITERS = (
 
 
 def callbacks_of(callbacks: Any, main: bool, last: Any = None) -> Any:
-    """Return the user's callbacks, then ``last``. Where ``main`` is false, those that write files or the screen go."""
+    """Append ``last`` to the user's callbacks; unless ``main``, drop those that write files or to the screen."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     chosen = [c for c in keras.tree.flatten(callbacks or []) if main or not isinstance(c, WRITERS)]
@@ -32,7 +32,7 @@ def callbacks_of(callbacks: Any, main: bool, last: Any = None) -> Any:
 
 
 class SyncCallback(keras.callbacks.Callback):
-    """The last callback: what the others change on one rank holds on all of them, or on none."""
+    """The last callback: applies changes that other callbacks made on one rank to all ranks, or to none."""
 
     def __init__(self, rank: Any, parts: Any) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class SyncCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batch = epoch, -1
-        self._rank.pause()  # an evaluation lies between
+        self._rank.pause()  # an evaluation came before this
         self._rank.begin_epoch()
         if isinstance(self._parts, Epochs):
             self._parts.begin(epoch)
@@ -57,13 +57,13 @@ class SyncCallback(keras.callbacks.Callback):
             self._parts.share.renumber(mix(self._rank.patches.fits, epoch))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Send this rank's wish to stop with the next step. If it stopped here alone, the others would wait for it."""
+        """Send this rank's request to stop with the next step. Ranks must stop together, or the others would wait."""
         if float(to_numpy(self._rank.reduction.stopped)) > 0:
             self.model.stop_training = True
         elif self.model.stop_training:
             self._rank.reduction.stop.assign(1.0)
             self.model.stop_training = False
-        # From the first batch on: with ``steps_per_epoch`` Keras may begin the next pass within this epoch.
+        # From the first batch on: with ``steps_per_epoch`` Keras may begin the next pass in this epoch.
         if self._batch < 0:
             self._number(self._epoch + 1)
         # With steps_per_execution Keras calls this once for several batches.
@@ -72,14 +72,14 @@ class SyncCallback(keras.callbacks.Callback):
         self._rank.trained(steps, "model.fit")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # Also a wish that was sent with no step after it.
+        # Include a request after which no step was made.
         wish = self.model.stop_training or float(to_numpy(self._rank.reduction.stop)) > 0
         self.model.stop_training = self._rank.stops(wish)
         self._rank.compare(f"model.fit, epoch {epoch + 1}")
 
 
 def within_slot(slot: Any, model: Any, make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``make_train_function`` for a model whose steps are an exchange as a whole, as the watchdog sees it."""
+    """Wrap ``make_train_function`` so that the watchdog treats a whole step as one exchange."""
 
     def made(force: bool = False) -> Any:
         before = model.train_function

@@ -1,4 +1,4 @@
-"""The check that a Keras optimizer moves each entry by that entry's gradient and slots alone: known, or tried."""
+"""Check that a Keras optimizer is elementwise: each entry's update depends on that entry alone."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hvd_train.keras.model_state import to_numpy
 from hvd_train.script.elementwise import SCALES, SHAPES, STEPS
 
 KNOWN = ("SGD", "Adam", "AdamW", "Nadam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Ftrl", "Lion")
-TOLERANCE = 1e-6  # of weights in 32 bits, of which a formula that is not elementwise moves the leading digits
+TOLERANCE = 1e-6  # of weights in 32 bits; a formula that is not elementwise changes the leading digits
 FIX = f"leave sharded=True out, or take one of {', '.join(KNOWN)}"
-# What joins tensors, and is done before the update over whole ones.
+# Options that combine tensors; sharded optimizers apply them to whole tensors before the update.
 BEFORE = {"clipnorm": None, "global_clipnorm": None, "use_ema": False, "gradient_accumulation_steps": None}
 
 
 def check_elementwise(optimizers: Sequence[Any], where: str) -> None:
-    """Raise ConfigError for an optimizer of which a step on parts of tensors is not that on the whole."""
+    """Raise ConfigError if an optimizer's step on parts of tensors differs from that on the whole."""
     for outer in optimizers:
         optimizer = getattr(outer, "inner_optimizer", outer)
         kind = type(optimizer).__name__
-        # On PyTorch Keras' classes have others of the same name behind them.
+        # On PyTorch Keras' classes derive from others with the same name.
         if kind in KNOWN and type(optimizer).__module__.startswith("keras."):
             continue
         try:
@@ -38,7 +38,7 @@ def check_elementwise(optimizers: Sequence[Any], where: str) -> None:
 
 
 def _same(optimizer: Any) -> bool:
-    # The first rank has the first tensor and a part of the second one, the other rank the rest.
+    # The first rank has the first tensor and a part of the second, the other rank the rest.
     whole = _trained(optimizer, [(k, 0, int(np.prod(shape)), shape) for k, shape in enumerate(SHAPES)])
     first = _trained(optimizer, [(0, 0, 12, (12,)), (1, 0, 2, (2,))])
     second = _trained(optimizer, [(1, 2, 5, (3,)), (2, 0, 12, (12,))])
@@ -46,7 +46,7 @@ def _same(optimizer: Any) -> bool:
 
 
 def _trained(optimizer: Any, cuts: Sequence[tuple[int, int, int, tuple[int, ...]]]) -> np.ndarray:
-    """Return (n,): weights after a few steps of a copy. ``cuts``: tensors as (number, first entry, last, shape)."""
+    """Return (n,): weights after a few steps of a copy. ``cuts``: tensors as (number, first entry, end, shape)."""
     config = optimizer.get_config()
     config |= {name: value for name, value in BEFORE.items() if name in config}
     if "learning_rate" in config:  # a warm-up may begin with 0, with which all formulas are equal

@@ -1,7 +1,7 @@
-"""Evaluation by global batches, where a rank scores parts of them one after the other.
+"""Evaluation by global batches, which a rank scores in several parts.
 
-A loss that is not a plain mean over samples, and a mean over batches, depend on where batches are cut. ``window``
-batches of a rank in a row make one global batch, as one process would take it.
+A loss that is not a plain mean over samples, and a mean over batches, depend on the batch boundaries. ``window``
+consecutive batches of a rank are one global batch, as one process would score it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import numpy as np
 
 
 class EvalWindow:
-    """The sums of the global batch that is scored so far, kept in variables of the graph.
+    """Running sums over the current global batch, in variables of the graph.
 
-    ``samples``: of the batch that is scored, while a ``test_step`` runs; else None. ``whole``: whether evaluation
-    divides the data by global batches.
+    ``samples``: of the current batch in ``test_step``, else None. ``whole``: whether evaluation divides the data by
+    global batches.
     """
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self.samples: Any = None
         self.whole = False
-        self._size = keras.Variable(1, trainable=False, dtype="int64", name="window")  # batches that are a global one
+        self._size = keras.Variable(1, trainable=False, dtype="int64", name="window")  # batches per global batch
         self._place = keras.Variable(0, trainable=False, dtype="int64", name="place")  # of a batch in its window
         self._parts = keras.Variable(1.0, trainable=False, dtype="float64", name="parts")  # ranks that score them
-        self._sums: list[Any] = []  # (3,) of each loss: samples, weight, loss times weight
-        self._losses = 0  # of this batch that asked for the window's sums
+        self._sums: list[Any] = []  # of each loss (3,): samples, weight, loss times weight
+        self._losses = 0  # losses of this batch so far that asked for the window's sums
 
     def begin(self, size: int = 1, parts: int = 1) -> None:
         """Begin an evaluation in windows of ``size`` batches."""
@@ -40,19 +40,19 @@ class EvalWindow:
         self.samples, self._losses = samples, 0
 
     def end_batch(self) -> None:
-        """Give the next batch the next place in its window."""
+        """Advance to the next position in the window."""
         if self._losses:
             self._place.assign((tensor_of(self._place) + 1) % tensor_of(self._size))
 
     def loss(self, value: Any, weight: Any = None) -> Any:
         """Return what the batch adds to the loss of its window.
 
-        ``value``: a sum over the batch, or its mean by ``weight``. Times the samples, what comes back adds up to the
-        loss of the global batch that one process would take.
+        ``value``: a sum over the batch, or its mean by ``weight``. The returned values times the samples add up to the
+        loss of the global batch in one process.
         """
         x = keras.ops.cast(value, "float64")
         w = keras.ops.ones_like(x) if weight is None else keras.ops.cast(weight, "float64")
-        # before, after (3,): samples, weight, loss times weight of the window until this batch, and with it
+        # before, after (3,): the window's samples, weight, loss times weight without and with this batch
         samples, before, after = self._add(w, x * w)
 
         def total(sums: Any) -> Any:
@@ -63,16 +63,16 @@ class EvalWindow:
         return keras.ops.cast((total(after) - total(before)) / samples, value.dtype)
 
     def batch_mean(self, value: Any) -> tuple[Any, Any]:
-        """Return what the batch adds to the sum of global batches' means and to their number. ``value``: its mean."""
+        """Return the batch's additions to the sum of global batches' means and to their number. ``value``: its mean."""
         samples = keras.ops.cast(self.samples, "float64")
         _, before, after = self._add(samples * value, keras.ops.ones_like(value))
         begins = keras.ops.cast(tensor_of(self._place) == 0, "float64")
-        # A window counts once, in its first batch; later batches correct its mean.
+        # A window counts once, with its first batch; later batches correct its mean.
         means = [keras.ops.divide_no_nan(x[1], x[0]) for x in (before, after)]
         return means[1] - means[0], begins
 
     def _add(self, *values: Any) -> tuple[Any, Any, Any]:
-        """Return (samples of this batch, sums of the window before it, sums with its two ``values``)."""
+        """Return (samples of this batch, the window's sums without this batch, its sums with ``values``)."""
         while len(self._sums) <= self._losses:
             with self._backend.lifted():
                 self._sums.append(keras.Variable(np.zeros(3), trainable=False, dtype="float64", name="scores"))

@@ -1,4 +1,4 @@
-"""``fit``, ``evaluate`` and ``predict`` of a user's Keras 3 model as one rank of a world."""
+"""``fit``, ``evaluate`` and ``predict`` of a user's Keras 3 model on one of several ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SAVING = ("save", "save_weights", "export")
 
 
 class DistributedFit:
-    """A model's ``fit``, ``evaluate`` and ``predict`` on this rank. The model's instance is changed, not its class."""
+    """A model's ``fit``, ``evaluate`` and ``predict`` on this rank. Only the model's instance is patched."""
 
     def __init__(
         self,
@@ -61,25 +61,25 @@ class DistributedFit:
         self.model, self.world, self.reduction, self.shard, self.seed = model, world, reduction, shard, seed
         self.optimizer, self.patches = optimizers_of(model)[0], patches
         self.draws, self.state = Draws(world), ModelState(model, world, reduction.ops)
-        # Rank 0's names: Keras numbers layers by how many a process made before, which may differ.
+        # Rank 0's names: Keras' numbers of layers depend on how many a process made before.
         paths = json.loads(world.broadcast_bytes(json.dumps([v.path for v in model.variables]).encode()))
         self._paths = {id(v): path for path, v in zip(paths, model.variables, strict=True)}
-        self._probed = False  # whether the user's losses and metrics were classified
+        self._probed = False  # whether the user's losses and metrics have been classified
         self._steps, self._slow = 0, slow
-        self.apart: LocalModel | None = None  # with local training
-        self.turns: Callable[[Any], Any] = lambda callbacks: callbacks  # in which savers act, with sharded optimizers
-        self._alone: list[Any] = []  # callbacks of this call that act on rank 0 alone
+        self.apart: LocalModel | None = None  # with local training only
+        self.turns: Callable[[Any], Any] = lambda callbacks: callbacks  # for savers, if sharded
+        self._alone: list[Any] = []  # callbacks of this call that run only on rank 0
         known = {id(x) for x in optimizers_of(model)}
         inner = [x for x in model._flatten_layers() if isinstance(x, keras.Model) and x is not model]
         names = [x.name for x in inner if id(getattr(x, "optimizer", None) or self) not in {*known, id(self)}]
         fix = f"make the optimizer of {', '.join(names)} an attribute of this model, if it is used; {APART_FIX}"
         self._check_weights = WeightCheck(world, every, self._checksums, self._settings, fix if names else APART_FIX)
-        # Only optimizer.apply in a loop of the script comes here: ``fit`` counts its steps by a callback.
+        # Called only for optimizer.apply in a loop of the script: ``fit`` counts its steps by a callback.
         reduction.stepped = lambda steps: self._looped(steps, "optimizer.apply")
-        Reduction.moved.clear()  # models of before would live on in it
-        self._scoring: EvalShard | None = None  # what is scored while evaluate runs
+        Reduction.moved.clear()  # it would keep earlier models alive
+        self._scoring: EvalShard | None = None  # set while evaluate runs
         self._validation = EvalShard((None, None, None))
-        self._order_digest: BatchOrderDigest | None = None  # of the tf.data.Dataset that fit goes through
+        self._order_digest: BatchOrderDigest | None = None  # of the tf.data.Dataset that fit reads
         self.dataset_steps = 0  # batches of it
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
         self._logs = GlobalLogs(model, world)
@@ -87,7 +87,7 @@ class DistributedFit:
         for name in ("fit", "evaluate", "predict", "train_on_batch"):
             patches.put(model, name, getattr(self, name))
         slot = getattr(world, "slot", None)
-        if slot and keras.backend.backend() == "tensorflow":  # whose exchanges are within a graph
+        if slot and keras.backend.backend() == "tensorflow":  # its exchanges are in a graph
             patches.put(model, "make_train_function", within_slot(slot, model, model.make_train_function))
         patches.put(model, "_get_metrics_result_or_logs", self.logs)
         for name in SAVING if world.rank else ():
@@ -98,12 +98,12 @@ class DistributedFit:
         self._check("model.fit")
         self._begin("model.fit")
         batch, self._order_digest, self.dataset_steps = call["batch_size"], None, 0
-        # Divided on each rank by itself; what must be equal is compared before anything is trained.
+        # Each rank divides its data alone; compare what must be equal before training.
         training, validation, facts = collectively(self.world, lambda: self._training(call))
         facts |= {"epochs": f"{call['initial_epoch']} to {call['epochs']}", "validation": str(validation is not None)}
         agree(self.world, facts)
         self.reduction.batch.assign(float(facts.get(BATCH_SIZE, BATCH)))
-        # After the checks: a call that was refused must not shift the order of the next one.
+        # After the checks: a rejected call must not shift the order of the next one.
         self.patches.fits += 1
         passed = call["x"]
         call |= training
@@ -191,13 +191,13 @@ class DistributedFit:
         scoring = self._scoring
         if not scoring:
             self.end_pass()
-        whole = bool(scoring and not scoring.part)  # on each rank, which may draw other samples
-        # All ranks scored the same samples: one of them counts, or sums would be N times too large.
+        whole = bool(scoring and not scoring.part)  # each rank scored everything, perhaps with other random numbers
+        # If all ranks scored the same samples, only one counts, or sums would be N times too large.
         counts = self.world.rank == 0 if whole else not scoring or scoring.counts
         return self._logs.of_all_ranks(logs, counts, whole)
 
     def trained(self, steps: int, where: str) -> None:
-        """Count ``steps`` more steps. Now and then the ranks compare their weights."""
+        """Count ``steps`` more steps, and compare the ranks' weights when due."""
         before, self._steps = self._steps, self._steps + steps
         if self.apart:
             self.apart.stepped(steps)
@@ -210,7 +210,7 @@ class DistributedFit:
                 record.step(float(to_numpy(with_rates([self.optimizer])[0].learning_rate)), self.world)
 
     def follow(self) -> None:
-        """Compare weights also where a loop of the script moves them without an optimizer."""
+        """Compare weights also in a loop of the script that updates them without an optimizer."""
         if not self.apart:
             # Steps in graphs are counted later.
             stepped = lambda: self._steps + int(to_numpy(self.reduction.steps)) > 0  # noqa: E731
@@ -222,19 +222,19 @@ class DistributedFit:
         Reduction.moved[self.reduction.number] = self.end_pass
 
     def end_pass(self) -> None:
-        """Join what the ranks have gathered by themselves, where an epoch ends; on all ranks together."""
+        """Synchronize weights or running statistics at the end of an epoch; on all ranks together."""
         if self.apart:
             self.apart.join()
         else:
             self.state.average_statistics()
 
     def begin_epoch(self) -> None:
-        """Go on from the weights that the callbacks of the last epoch have left, the same on all ranks."""
+        """Begin an epoch of local training with the weights that callbacks have left, the same on all ranks."""
         if self.apart and not self.apart.update.diverged:
             self.apart.begin_round()
 
     def compare(self, where: str) -> None:
-        """Raise the same error on all ranks where their weights, learning rates or orders of samples differ."""
+        """Raise the same error on all ranks if their weights, learning rates or orders of samples differ."""
         if self._order_digest is not None:
             self._same_order(self._order_digest.order(self.dataset_steps), where)
         self._check_weights.compare(where)
@@ -242,7 +242,7 @@ class DistributedFit:
     def _checksums(self) -> dict[str, int]:
         sums: dict[str, int] = {}
         with self.apart.global_weights() if self.apart else nullcontext():
-            # Two layers may have one name, and so two weights one path.
+            # Two layers may have the same name, and so two weights the same path.
             for k, v in enumerate(self.model.trainable_variables):
                 path = self._paths.get(id(v), v.path)
                 sums[f"{path} (weight {k})" if path in sums else path] = checksum(keras.ops.convert_to_numpy(v))
@@ -260,7 +260,7 @@ class DistributedFit:
             raise ConfigError(what, where=where, fix=ORDER_FIX, common=True)
 
     def begin(self) -> None:
-        """Begin the epochs."""
+        """Give all ranks the same state at the start of ``fit``."""
         if self._order_digest is not None:
             self._order_digest.begin()
         if self.apart:
@@ -270,11 +270,11 @@ class DistributedFit:
             self.apart.restore()
 
     def stops(self, wish: bool) -> bool:
-        """Return whether any rank wants to stop."""
+        """Return whether any rank requests a stop."""
         return any(part == b"1" for part in self.world.allgather_bytes(b"1" if wish else b"0"))
 
     def pause(self) -> None:
-        """Leave out of the report of slow ranks what follows: it is not a step."""
+        """Exclude what follows, which is not a step, from the report of slow ranks."""
         if self._order_digest is not None:  # the last execution of several steps may have had fewer
             self.dataset_steps = min(self.dataset_steps, len(self._order_digest))
         self._slow.pause()
@@ -293,7 +293,7 @@ class DistributedFit:
         self.state.share_layer_states(where)
 
     def _check_callback(self, where: str) -> None:
-        """Raise ConfigError where a callback that acts on rank 0 alone makes a call of all ranks."""
+        """Raise ConfigError if a callback that runs only on rank 0 calls a method that all ranks must call."""
         frame = sys._getframe(1) if self._alone else None
         while frame is not None:
             owner = frame.f_locals.get("self")
@@ -317,10 +317,10 @@ class DistributedFit:
             self.model.jit_compile = False
 
     def _training(self, call: dict[str, Any]) -> tuple[dict[str, Any], Any, dict[str, str]]:
-        """Return (what ``fit`` gets instead, data to validate on, what must be equal on all ranks)."""
+        """Return (replaced arguments of ``fit``, validation data, what must be equal on all ranks)."""
         x, y, weight = call["x"], call["y"], call["sample_weight"]
         validation, batch = call["validation_data"], call["batch_size"]
-        # Keras' own limit for debugging, KERAS_MAX_STEPS_PER_EPOCH, holds as well.
+        # Keras' own limit for debugging, KERAS_MAX_STEPS_PER_EPOCH, applies too.
         limits = [n for n in (call["steps_per_epoch"], keras.config.max_steps_per_epoch()) if n]
         steps = min(limits, default=None)
         new: dict[str, Any] = {"shuffle": False, "validation_split": 0.0, "batch_size": None}
@@ -339,7 +339,7 @@ class DistributedFit:
         return new | local, validation, facts
 
     def _probe(self, call: dict[str, Any]) -> None:
-        """Find out, before the first training or evaluation, what the user's losses and metrics are over samples."""
+        """Classify the user's losses and metrics over samples, before the first training or evaluation."""
         if self._probed or kind_of(call["x"]) == "other":
             return
         if losses.needs_probe(self.model) or metrics.functions(self.model):
@@ -349,7 +349,7 @@ class DistributedFit:
         self._probed = True
 
     def _uncut(self) -> bool:
-        """Return whether evaluation is to divide the data by global batches."""
+        """Return whether evaluation must not divide a global batch."""
         self.reduction.window.whole = self.shard and (losses.uncut(self.model) or metrics.counts_batches(self.model))
         return self.reduction.window.whole
 
@@ -378,7 +378,7 @@ class DistributedFit:
         """Put this rank's part of the data into the call."""
         data = (call["x"], call.get("y"), call.get("sample_weight"))
         shard = self._divided(data, call["batch_size"], call["steps"], uncut)
-        self.state.average_statistics()  # of what train_on_batch has gathered
+        self.state.average_statistics()  # those gathered in train_on_batch
         self.compare(where)
         call["x"], call["y"], call["sample_weight"] = shard.data
         call["batch_size"], call["steps"] = shard.batch, shard.limit
@@ -386,7 +386,7 @@ class DistributedFit:
 
 
 def _left_to_rank_0(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: rank 0 writes. No rank waits for it, as a script may save on rank 0 alone."""
+    """Do nothing, as rank 0 writes. No rank waits for it: a script may save on rank 0 only."""
 
 
 def _bound(method: Callable, args: Any, kwargs: Any) -> dict[str, Any]:

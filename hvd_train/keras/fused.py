@@ -1,8 +1,8 @@
-"""Keras' own SGD and Adam by TensorFlow's fused kernels: the same formulas in one pass over a weight instead of five.
+"""Run Keras' own SGD and Adam by TensorFlow's fused kernels: the same formulas in one pass over a weight, not five.
 
-On a CPU the passes cost a quarter of a wide layer's step. Sources: Keras' ``SGD.update_step`` and ``Adam.update_step``
-against TensorFlow's ``ResourceApplyGradientDescent``, ``ResourceApplyKerasMomentum`` and ``ResourceApplyAdam``. Where
-Keras casts a number, which rounds it to 32 bits first, so is it cast here: one process alone takes Keras' own.
+On a CPU the passes take a quarter of a wide layer's step. Sources: Keras' ``SGD.update_step`` and ``Adam.update_step``,
+TensorFlow's ``ResourceApplyGradientDescent``, ``ResourceApplyKerasMomentum`` and ``ResourceApplyAdam``. Numbers that
+Keras casts, which rounds them to 32 bits first, are cast here too, because a single process uses Keras' own.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import tensorflow as tf
 
 
 def fuse(optimizer: Any) -> None:
-    """Changes this instance's ``update_step``. An optimizer of another class, or with amsgrad, stays as it is."""
-    # LossScaleOptimizer calls its inner optimizer, whose update it is.
+    """Patch ``update_step`` of this instance, if its class is SGD or Adam, without amsgrad."""
+    # LossScaleOptimizer delegates to its inner optimizer.
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     step = {
         keras.optimizers.SGD: _sgd,

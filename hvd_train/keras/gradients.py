@@ -1,11 +1,11 @@
-"""The gradients of a user's Keras 3 model, averaged over the ranks as the first thing that its optimizer does.
+"""The gradients of a user's Keras 3 model, averaged over ranks before its optimizer uses them.
 
-Law: what the optimizer receives is the gradient of the mean over all samples of the step, on whatever ranks they are:
-each rank's gradient is the mean over its local samples and counts by their share of the step's samples.
+Law: the optimizer gets the gradient of the mean over all samples of the step, on any rank. Each rank's gradient is the
+mean over its samples, weighted by its share of the step's samples.
 
-Whole gradients do not wait for the number of samples on other ranks: with n_r of them on rank r, N ranks and b =
-``batch``, ranks send n_r / b times their gradient, and what arrives, the mean over ranks, is divided by the mean of
-n_r / b. What is compressed waits for it: what one step leaves out must count in the next as much as its own gradient.
+Uncompressed gradients need not wait for the other ranks' sample counts n_r. With N ranks and b = ``batch``, ranks send
+n_r / b times their gradient, and the mean over ranks is divided by the mean of n_r / b. Compressed gradients wait for
+the counts, because what one step omits must have the same weight in the next.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hvd_train.protocol import Communicator, Compressor, Ops, TensorSpec
 from hvd_train.script.world import NamedTransfers
 from hvd_train.update.exchange import Exchange
 
-WIRE = ("float16", "float32", "float64")  # what Horovod can add; other types travel as float32
+WIRE = ("float16", "float32", "float64")  # dtypes that Horovod can add; others travel as float32
 
 
 def check_real(kind: str, what: str, where: str) -> None:
-    """Raise ConfigError for complex numbers: a cast to a type that travels would drop their imaginary part."""
+    """Raise ConfigError for complex numbers: the cast for Horovod would drop their imaginary part."""
     if kind.startswith("complex"):
         fix = "give the real and the imaginary part by themselves"
         raise ConfigError(f"{what} is of {kind}, which cannot travel", where=where, fix=fix, common=True)
@@ -39,15 +39,15 @@ def check_real(kind: str, what: str, where: str) -> None:
 class Reduction:
     """The gradients of ``variables``, averaged over the ranks.
 
-    ``count``: this rank's samples of the step, set while its ``train_step`` runs (None: every rank has equal weight).
-    ``batch``: their usual number, the same on all ranks. ``stop`` travels along: after a step ``stopped`` > 0 on all
-    ranks if any rank had set it before.
+    ``count``: this rank's samples of the step, set while its ``train_step`` runs (None: all ranks have equal weight).
+    ``batch``: the usual number, equal on all ranks. ``stop`` is exchanged too: after a step, ``stopped`` > 0 on all
+    ranks if any rank had set it.
     """
 
     _numbers = itertools.count()
-    traced: weakref.WeakSet[Reduction] = weakref.WeakSet()  # whose steps are made in graphs
-    moved: ClassVar[dict[int, Callable[[], None]]] = {}  # by number, of models with steps since: averages statistics
-    part: Any = None  # in loops over hk.shard, of all models: samples of this rank's batch over their usual number
+    traced: weakref.WeakSet[Reduction] = weakref.WeakSet()  # those whose steps run in graphs
+    moved: ClassVar[dict[int, Callable[[], None]]] = {}  # {number of a model with steps since: averages its statistics}
+    part: Any = None  # in loops over hk.shard, for all models: samples of this rank's batch over the usual number
 
     def __init__(
         self, variables: Sequence[Any], compressor: Compressor, communicator: Communicator, backend: Any
@@ -60,12 +60,12 @@ class Reduction:
         self._wire = [kind if kind in WIRE else "float32" for kind in kinds]
         self._kinds = kinds
         specs = [TensorSpec(v.path, tuple(v.shape), kind) for v, kind in zip(self.variables, self._wire, strict=True)]
-        self.number = next(Reduction._numbers)  # models are given to ``distribute`` in one order
+        self.number = next(Reduction._numbers)  # equal on all ranks: scripts call ``distribute`` in one order
         named: Any = NamedTransfers(communicator, self.number)
         self._communicator, self._size, self._backend, self.eager = named, communicator.size, backend, backend.eager
         self.ops: Ops = backend.ops
         self._whole = isinstance(compressor, Uncompressed)
-        # What is compressed has its share of all samples before it is packed (``_joined``), and is added up.
+        # Compressed gradients are weighted before (``_joined``), and summed.
         op = "average" if self._whole else "sum"
         packing = backend.packing(communicator)
         self._exchange = Exchange(specs, packing, compressor, named, backend.ops, op=op)
@@ -74,16 +74,16 @@ class Reduction:
             for arrays in self._exchange.init_state()
         ]
         self.count: Any = None
-        self.stepped: Callable[[int], None] = lambda steps: None  # after steps of the script's training loop
-        self._graph_steps_reported = 0  # of the steps that graphs count
-        self.paused: Callable[[], bool] = lambda: False  # whether those wait to be reported
+        self.stepped: Callable[[int], None] = lambda steps: None  # called after steps of the script's loop
+        self._graph_steps_reported = 0  # of those that graphs count
+        self.paused: Callable[[], bool] = lambda: False  # whether their report must wait
         self.steps = keras.Variable(0, trainable=False, dtype="int64", name="steps")
         if Reduction.part is None:
             Reduction.part = keras.Variable(1.0, trainable=False, dtype="float64", name="part")
         self.window = EvalWindow(backend)
-        self.losses = 0  # of this step that asked for those of the other ranks
+        self.losses = 0  # of this step that have exchanged values with other ranks
         self._means: list[tuple[Callable[[Any, Any], None], Any]] = []  # of this step's metrics that count batches
-        # The samples of a step on all ranks over ``batch``; 0 until an optimizer has made it.
+        # The step's samples on all ranks over ``batch``; 0 until an optimizer has run.
         self.present = keras.Variable(0.0, trainable=False, dtype="float64", name="present")
         self.batch = keras.Variable(32.0, trainable=False, dtype="float64", name="batch")
         self.stop = keras.Variable(0.0, trainable=False, dtype="float64", name="stop")
@@ -91,7 +91,7 @@ class Reduction:
 
     @classmethod
     def count_graph_steps(cls) -> None:
-        """Count the steps that were made in graphs; on all ranks at the same place of their loops."""
+        """Report the steps that were made in graphs; at the same point of the loop on all ranks."""
         for reduction in sorted(cls.traced, key=lambda each: each.number):
             if reduction.paused():
                 continue
@@ -102,20 +102,20 @@ class Reduction:
 
     @classmethod
     def average_moved_statistics(cls) -> None:
-        """Average the running statistics of models trained in loops of the script, on all ranks at the same place.
+        """Average the running statistics of models trained in the script's loops; at the same point on all ranks.
 
-        Deleted models are among them: when Python frees one is chance.
+        Includes deleted models, because Python frees them at different times on different ranks.
         """
         for number in sorted(cls.moved):
             cls.moved.pop(number)()
 
     @classmethod
     def counts(cls, part: float) -> None:
-        if cls.part is not None:  # else this process is alone
+        if cls.part is not None:  # else there is only this process
             cls.part.assign(part)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients of ``variables``, joined over the ranks; one that no rank has stays None."""
+        """Average the gradients of ``variables`` over ranks; one that no rank has stays None."""
         positions = [self._position(v) for v in variables]
         local: list[Any] = [None] * len(self.variables)
         for i, gradient in zip(positions, gradients, strict=True):
@@ -125,23 +125,23 @@ class Reduction:
             part = keras.ops.cast(self.count, "float64") / tensor_of(self.batch)
         # (variables,) float64: 1 where this rank has a gradient
         used = keras.ops.convert_to_tensor(np.array([g is not None for g in local], np.float64))
-        # (2 + variables,) float64: part, wish to stop, used
+        # (2 + variables,) float64: part, stop, used
         head = keras.ops.concatenate([keras.ops.stack([part, tensor_of(self.stop)]), used])
         *dense, head = self._backend.dense([*local, head])
         joined, sums = self._backend.awaited([*dense, head], lambda: self._joined(dense, head, part))
         pairs = zip(self._exchange.from_buckets(joined), self._kinds, strict=True)
         reduced = [keras.ops.cast(x, kind) for x, kind in pairs]
         there = [g is not None for g in local]
-        if self._backend.eager():  # traced, all ranks run the same graph; eagerly, what is used may differ
+        if self._backend.eager():  # in a graph all ranks run the same; eagerly, the variables used may differ
             there = [n > 0 for n in keras.ops.convert_to_numpy(sums)[2:]]
         return [reduced[i] if there[i] else None for i in positions]
 
     def _joined(self, dense: list[Any], head: Any, part: Any) -> tuple[list[Any], Any]:
-        """Return (flat gradients, sums over ranks of: part, wish to stop, having a gradient of tensor 0, 1, ...)."""
-        # First, so that the few numbers are there when the gradients are.
+        """Return (flat gradients, sums over ranks of: part, stop, having a gradient of tensor 0, 1, ...)."""
+        # Sent first, so that these few numbers arrive before the gradients.
         sent = self._communicator.allreduce_async(head, "keras.counts")
         flats = self._exchange.to_buckets([self._as_sent(i, g) for i, g in enumerate(dense)])
-        # Whole gradients leave at once, weighted by n_r / b; see the top of this file.
+        # Uncompressed gradients are sent at once, weighted by n_r / b; see the top of this file.
         started = self._start(flats, part) if self._whole else []
         sums = self._communicator.synchronize(sent)
         self.stopped.assign(sums[1])
@@ -151,16 +151,16 @@ class Reduction:
         return self._finish(self._start(flats, part / sums[0])), sums
 
     def of_others(self, compressor: Compressor, communicator: Communicator) -> Callable[[list[Any]], Reduction]:
-        """Return a function that gives another optimizer's variables a reduction in the same steps as this one's.
+        """Return a function that makes a reduction for another optimizer's variables, in the same steps.
 
-        Such an optimizer says at its first step which variables it has.
+        Such an optimizer shows its variables only in its first step.
         """
         made: dict[tuple[int, ...], Reduction] = {}
 
         def of(variables: list[Any]) -> Reduction:
             key = tuple(id(v) for v in variables)
             if key not in made:
-                # Its variables must outlive the graph in which the optimizer makes its first step.
+                # The variables must outlive the graph of the optimizer's first step.
                 with self._backend.lifted():
                     made[key] = Reduction(variables, compressor, communicator, self._backend)
                 made[key].batch, made[key].stop, made[key].stopped = self.batch, self.stop, self.stopped
@@ -171,10 +171,10 @@ class Reduction:
         return of
 
     def whole(self, value: Any, weight: Any = None) -> Any:
-        """Return ``value``, this rank's sum or its mean by ``weight``, as a part of that of all ranks.
+        """Rescale ``value``, this rank's sum or its mean by ``weight``, for the mean over samples.
 
-        It is times the rank's share of the weight over its share of the samples, so that the mean over samples of what
-        comes back is the sum, or the mean, of all ranks.
+        The factor is the rank's share of the weight over its share of the samples. So the results' mean over samples is
+        the sum, or the weighted mean, over all ranks.
         """
         local = [keras.ops.cast(self.count, "float64")]
         local += [] if weight is None else [keras.ops.cast(weight, "float64")]
@@ -189,10 +189,10 @@ class Reduction:
         return value * keras.ops.cast(keras.ops.stop_gradient(factor), value.dtype)
 
     def batch_mean(self, value: Any, add: Callable[[Any, Any], None]) -> None:
-        """Call ``add`` with what this rank's batch adds to the sum of the means of global batches, and to their number.
+        """Call ``add`` with the batch's additions to the sum of the global batches' means, and to their number.
 
-        ``value``: the mean over the batch. The number of a step's samples on all ranks is known when an optimizer has
-        made it. Until then every rank counts as if its batch were full, and ``step_made`` adds the rest.
+        ``value``: the mean over the batch. The step's samples on all ranks are known only after an optimizer has run.
+        Until then each rank assumes full batches, and ``step_made`` corrects that.
         """
         if self.window.samples is not None:
             add(*self.window.batch_mean(value))
@@ -211,9 +211,9 @@ class Reduction:
         if not self._means:
             return
         full, present = keras.ops.convert_to_tensor(float(self._size), "float64"), tensor_of(self.present)
-        whole = keras.ops.where(present > 0, present, full)  # no optimizer's step: nobody knows
+        whole = keras.ops.where(present > 0, present, full)  # unknown if no optimizer has run
         part = keras.ops.cast(self.count, "float64") / tensor_of(self.batch)
-        # What was added so far is part / full of each mean; its share is part / whole.
+        # part / full of each mean was added; its share is part / whole.
         more = part / whole - part / full
         for add, value in self._means:
             add(value * more, more)
@@ -221,13 +221,12 @@ class Reduction:
         self.present.assign(0.0)
 
     def with_step_made(self, logs: Any, metrics: Sequence[Any]) -> Any:
-        """Correct the shares of this step's batch means, see ``step_made``. Return ``logs``, the results of the user's
-        step, with those of ``metrics`` that have changed by it."""
+        """Call ``step_made``; return ``logs``, the user step's results, with the updated ``metrics``."""
         if not self._means:
             return logs
         named = {x.name: x for x in metrics if isinstance(x, keras.metrics.Mean)} if isinstance(logs, dict) else {}
         results = {name: x.result() for name, x in named.items() if name in logs}
-        # A step may give another number under a metric's name.
+        # A step may return another number under a metric's name.
         same = {k: keras.ops.equal(logs[k], x) for k, x in results.items() if getattr(logs[k], "dtype", "") == x.dtype}
         self.step_made()
         return logs | {k: keras.ops.where(x, named[k].result(), logs[k]) for k, x in same.items()} if same else logs
@@ -243,7 +242,7 @@ class Reduction:
         return self._positions[id(variable)]
 
     def _as_sent(self, i: int, gradient: Any) -> Any:
-        """Return a gradient as it travels; zeros where this rank has none."""
+        """Cast a gradient for the exchange; zeros if this rank has none."""
         if gradient is None:
             return keras.ops.zeros(self.variables[i].shape, self._wire[i])
         return keras.ops.cast(gradient, self._wire[i])
@@ -261,7 +260,7 @@ class Reduction:
 
 
 def _times(flats: list[Any], factor: Any) -> list[Any]:
-    """Multiply, but for a factor of 1, which all steps of an epoch but its last have: that saves a pass over memory."""
+    """Multiply, unless the factor is 1 as in all steps but an epoch's last: that saves a pass over memory."""
     return keras.ops.cond(keras.ops.abs(factor - 1) < 1e-12, lambda: flats, lambda: _scaled(flats, factor))
 
 
@@ -270,13 +269,13 @@ def _scaled(flats: list[Any], factor: Any) -> list[Any]:
 
 
 def connect(optimizer: Any, reduction: Reduction, backend: Any, patches: Patches, of: Any = None) -> None:
-    """Put the reduction before everything that this optimizer, the outermost one, does: finite check, clipping, EMA.
-    ``of``: variables -> the reduction of a further optimizer.
+    """Make this outermost optimizer average gradients first, before its finite check, clipping and EMA.
 
-    The instance alone is changed, its class is not: what is saved is a plain Keras optimizer.
+    ``of``: variables -> the reduction of another optimizer. Only the instance is patched: what is saved is a plain
+    Keras optimizer.
     """
     backend.fuse(optimizer)
-    # ``apply`` and not ``apply_gradients``: every way to a step goes through it.
+    # ``apply``, not ``apply_gradients``: all calls go through it.
     apply = optimizer.apply
 
     def apply_reduced(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
@@ -290,8 +289,7 @@ def connect(optimizer: Any, reduction: Reduction, backend: Any, patches: Patches
 
 
 def count_samples(model: Any, reduction: Reduction, backend: Any, patches: Patches) -> None:
-    """Tell the reduction how many samples this rank's part of a step has, whatever ``train_step`` the model has, and
-    each batch that is scored."""
+    """Set the reduction's sample counts in the model's ``train_step`` and ``test_step``."""
     step, score = model.train_step, model.test_step
 
     def samples(data: Any) -> Any:

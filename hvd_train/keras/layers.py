@@ -1,8 +1,7 @@
-"""The state of layers besides their variables: settings, vocabularies, statistics that ``adapt`` gathers.
+"""The state of layers besides variables: settings, vocabularies, statistics gathered by ``adapt``.
 
-Each rank makes its layers. Where ``adapt`` saw a rank's part of the data, or a vocabulary is a ``list(set(...))``,
-the layers differ, and weights that are equal mean different things. Rank 0's state is sent, as its weights are; other
-differences are refused.
+Each rank makes its own layers. If ``adapt`` saw only a rank's data, or a vocabulary is a ``list(set(...))``, the layers
+differ, and equal weights mean different things. So all ranks get rank 0's state; other differences raise ConfigError.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from hvd_train.protocol import Communicator
 WHERE = "hk.distribute"
 ADAPT_FIX = "adapt on all of the data, and sort what a set holds"
 ADAPTED = (IndexLookup, keras.layers.TextVectorization, keras.layers.Discretization)
-SENT = ("vocabulary", "idf_weights", "vocabulary_size", "bin_boundaries")  # state that Keras keeps among settings
-APART = ("name", "seed", "rank")  # settings that may differ: weights are rank 0's, however they were initialized
-ATTRIBUTES = re.compile("cache|memo|rank|seed|time|path|name|^built$")  # of the user's layers, that may differ
-SHORT = 60  # characters of a setting that a message shows whole
+SENT = ("vocabulary", "idf_weights", "vocabulary_size", "bin_boundaries")  # state that Keras stores as settings
+APART = ("name", "seed", "rank")  # settings that may differ: all ranks get rank 0's weights
+ATTRIBUTES = re.compile("cache|memo|rank|seed|time|path|name|^built$")  # attributes of users' layers that may differ
+SHORT = 60  # characters of a setting that a message shows
 
 
 def agree_on_settings(model: Any, world: Communicator) -> None:
-    """Raise ConfigError on all ranks where layers have other settings; on all ranks together.
+    """Raise ConfigError on all ranks if settings of layers differ; on all ranks together.
 
-    Where attributes of the user's layers differ, rank 0 warns.
+    If attributes of the user's layers differ, rank 0 warns.
     """
     layers = model._flatten_layers()
-    # Rank 0's names: Keras numbers layers by how many a process made before, which may differ.
+    # Rank 0's names: Keras' numbers of layers depend on how many a process made before.
     names = json.loads(world.broadcast_bytes(json.dumps([x.name for x in layers]).encode()))
     # The number first: the settings below are compared layer by layer.
     agree(world, {"layers of the model": f"{len(layers)}"})
@@ -54,7 +53,7 @@ def agree_on_settings(model: Any, world: Communicator) -> None:
 
 
 class LayerStates:
-    """States of a model's layers that are not variables, on this rank."""
+    """This rank's states of a model's layers that are not variables."""
 
     def __init__(self, model: Any, world: Communicator) -> None:
         self._world = world
@@ -63,18 +62,18 @@ class LayerStates:
         texts = [x for x in model._flatten_layers() if isinstance(x, keras.layers.TextVectorization)]
         self._names = {id(x): x.name for x in self._layers} | {id(x._lookup_layer): x.name for x in texts}
         self._finalized = [x for x in model._flatten_layers() if _finalizes(x)]
-        self._read: dict[int, tuple[Any, Any]] = {}  # by layer: a table, and the vocabulary that was read from it
+        self._read: dict[int, tuple[Any, Any]] = {}  # {id of a layer: (table, its vocabulary)}
 
     def finalize(self) -> None:
-        """Let layers make the constants anew that they compute with, from the variables that rank 0 has sent."""
+        """Let layers recompute their constants from the variables received from rank 0."""
         for layer in self._finalized:
             layer.finalize_state()
 
     def share(self, where: str) -> bool:
-        """Give all ranks rank 0's states; return whether any had another one. On all ranks together."""
+        """Give all ranks rank 0's states; return whether any differed. On all ranks together."""
         if not self._layers:
             return False
-        # Hashes travel first: a vocabulary may have megabytes, and is the same on all ranks as a rule.
+        # Compare hashes first: a vocabulary may have megabytes, and is mostly the same on all ranks.
         digests = [_digest(self._state(x)) for x in self._layers]
         everyone = [json.loads(part) for part in self._world.allgather_bytes(json.dumps(digests).encode(), "layers")]
         differing = [k for k, values in enumerate(zip(*everyone, strict=True)) if len(set(values)) > 1]
@@ -98,13 +97,13 @@ class LayerStates:
 
     def _state(self, layer: Any) -> Any:
         if isinstance(layer, keras.layers.Normalization):
-            # Given mean and variance are settings, compared there.
+            # A given mean and variance are settings, and are compared as such.
             adapted = layer.built and layer.input_mean is None
             return {v.name: _plain(v) for v in (layer.adapt_mean, layer.adapt_variance)} if adapted else None
         if isinstance(layer, keras.layers.Discretization):
             return None if layer.bin_boundaries is None else _plain(layer.bin_boundaries)
         table = layer.lookup_table
-        if self._read.get(id(layer), (None, None))[0] is not table:  # tables are made anew, never changed
+        if self._read.get(id(layer), (None, None))[0] is not table:  # a changed vocabulary has a new table
             self._read[id(layer)] = (table, _plain(layer.get_vocabulary()) if int(table.size()) else None)
         words = self._read[id(layer)][1]
         weights = getattr(layer, "idf_weights_const", None)
@@ -138,7 +137,7 @@ def _is_users(layer: Any) -> bool:
 
 
 def _plain(x: Any) -> Any:
-    """Return ``x`` as lists of Python's numbers or texts, which JSON can hold."""
+    """Convert ``x`` to lists of Python's numbers or strings for JSON."""
     values = keras.ops.convert_to_numpy(x) if keras.ops.is_tensor(x) or isinstance(x, keras.Variable) else x
     return np.asarray(values.numpy() if hasattr(values, "numpy") else values).tolist()
 
@@ -148,14 +147,14 @@ def _digest(state: Any) -> str:
 
 
 def _settings(layer: Any) -> dict[str, str]:
-    """Return {name: value} of the layer's configuration, less what its weights or its state hold."""
-    if isinstance(layer, keras.layers.TorchModuleWrapper):  # whose configuration is a pickle of the module's weights
+    """Return {name: value} of the layer's configuration, without what is in its weights or state."""
+    if isinstance(layer, keras.layers.TorchModuleWrapper):  # its configuration is a pickle of the module's weights
         return {"module": repr(layer.module)}
-    if isinstance(layer, keras.Model):  # its layers come one by one
+    if isinstance(layer, keras.Model):  # its layers are compared one by one
         return {"class": type(layer).__name__}
     try:
         config = layer.get_config()
-    except Exception:  # a class that cannot be saved says nothing of itself
+    except Exception:  # a class that cannot be saved has no configuration
         config = {}
     left_out = (*APART, *(SENT if isinstance(layer, ADAPTED) else ()))
     shown = {k: v for k, v in config.items() if k not in left_out and "initializer" not in k}
@@ -163,7 +162,7 @@ def _settings(layer: Any) -> dict[str, str]:
 
 
 def _attributes(layer: Any) -> dict[str, str]:
-    """Return {name: digest} of the numbers, texts and arrays that a layer of the user's class holds."""
+    """Return {name: digest} of the numbers, strings and arrays in attributes of a user's layer."""
     if not _is_users(layer):
         return {}
     held = {k: comparable(v) for k, v in vars(layer).items() if not k.startswith("_") and not ATTRIBUTES.search(k)}
@@ -171,7 +170,7 @@ def _attributes(layer: Any) -> dict[str, str]:
 
 
 def comparable(x: Any) -> Any:
-    """Return what can be compared of a value, in JSON's types; None: nothing."""
+    """Convert a value to JSON types for a comparison; None if it cannot be compared."""
     if x is None or isinstance(x, bool | int | float):
         return x
     if isinstance(x, str):
@@ -181,7 +180,7 @@ def comparable(x: Any) -> Any:
     if isinstance(x, dict):
         return {
             str(k): comparable(v) for k, v in x.items() if k not in (*APART, "code")
-        }  # a lambda's, with its file's path
+        }  # code: of a lambda, with its file's path
     if isinstance(x, set | frozenset):
         return sorted(json.dumps(comparable(v)) for v in x)
     if isinstance(x, list | tuple):
@@ -190,7 +189,7 @@ def comparable(x: Any) -> Any:
         # A function by its name, defaults and what it closes over: its code has no text that could be compared.
         closed = [cell.cell_contents for cell in x.__closure__ or ()]
         return [x.__qualname__, comparable(x.__defaults__), comparable(closed)]
-    if isinstance(x, keras.Variable):  # which is compared and sent as a weight
+    if isinstance(x, keras.Variable):  # compared and sent as a weight
         return None
     if isinstance(x, np.ndarray | np.generic) or hasattr(x, "numpy") and hasattr(x, "dtype"):
         array = np.asarray(x.detach().cpu() if hasattr(x, "detach") else x.numpy() if hasattr(x, "numpy") else x)

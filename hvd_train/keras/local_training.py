@@ -1,6 +1,6 @@
-"""Local training of a Keras model: ``hk.distribute(model, mode="outer")``, or ``"streaming"``.
+"""Local training of a Keras model: ``hk.distribute(model, mode="outer")`` or ``"streaming"``.
 
-The ranks join after so many steps, at the end of each epoch of ``fit`` and of each pass over ``hk.shard``.
+The ranks synchronize after a number of steps, and at the end of each epoch of ``fit`` and each pass over ``hk.shard``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SAVING = ("save", "save_weights", "export")
 
 
 class LocalReduction(Reduction):
-    """Leaves on each rank its gradients, and its losses that are sums or means by weights.
+    """A reduction that leaves gradients and losses local.
 
-    ``begin``: called before a step that runs eagerly.
+    ``begin``: called before an eager step.
     """
 
     begin: Callable[[], None] = staticmethod(lambda: None)
@@ -37,7 +37,7 @@ class LocalReduction(Reduction):
         if self._backend.eager():
             self.begin()
         for v in variables:
-            self._position(v)  # raises ConfigError for one that hk.distribute did not see
+            self._position(v)  # raises ConfigError for a variable unknown to hk.distribute
         return self._backend.dense(list(gradients))
 
     def whole(self, value: Any, weight: Any = None) -> Any:
@@ -45,7 +45,7 @@ class LocalReduction(Reduction):
 
 
 class LocalModel(LocalTraining):
-    """A model and its optimizer. What evaluates, predicts and saves has the global weights."""
+    """A model and its optimizer in local training. It evaluates, predicts and saves with the global weights."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class LocalModel(LocalTraining):
         if wrong:
             what = f"{wrong[0].path}: {wrong[0].dtype} cannot travel"
             raise ConfigError(what, where=where, fix="keep weights in float32, as mixed_bfloat16 does", common=True)
-        # By number: Keras names the layers of a model by how many this process has made before.
+        # By number: Keras' names of layers depend on how many this process made before.
         variables = [
             Variable(f"{k}.{v.name}", partial(_tensor, v), v.assign) for k, v in enumerate(model.trainable_variables)
         ]
@@ -81,7 +81,7 @@ class LocalModel(LocalTraining):
         self._backups: list[BackupBeside] = []
 
     def stepped(self, steps: int = 1) -> None:
-        """Count batches that were trained on. A step is an update of the weights, which may take several."""
+        """Count batches of training. With gradient accumulation, a step is an update after several batches."""
         if self._accumulates:
             before, self._updates = self._updates, self._made()
             steps = self._updates - before
@@ -93,7 +93,7 @@ class LocalModel(LocalTraining):
         with super().global_weights():
             within = self.within
             yield
-        if within and int(to_numpy(self._reduction.steps)) > before:  # in a graph, which asks nobody
+        if within and int(to_numpy(self._reduction.steps)) > before:  # steps in a graph, which did not check
             raise self._lost()
 
     def begin_round(self) -> None:
@@ -109,30 +109,30 @@ class LocalModel(LocalTraining):
         self._reduction.stopped.assign(float(self.stops))
 
     def begin_fit(self) -> None:
-        """End the round in which loops of the script have left the ranks; on all ranks together."""
+        """End the round that loops of the script have begun; on all ranks together."""
         diverged = bytes([self.update.diverged])
         if all(b"".join(self._communicator.allgather_bytes(diverged, "round"))):
             self.join()
-        self.take_global()  # on ranks that trained on while another one loaded weights
+        self.take_global()  # on ranks that trained while another one loaded weights
 
     def turns(self, callbacks: Any) -> list[Any]:
-        """Return callbacks of a ``fit``, with what stands beside backups."""
+        """Insert our backups after the callbacks of a ``fit`` that make backups."""
         chosen = with_backups(callbacks, self._optimizer, self, self._communicator)
         self._backups = [c for c in chosen if isinstance(c, BackupBeside)]
         return chosen
 
     def restore(self) -> None:
-        """Take what stands beside backups; on all ranks together, when they have rank 0's weights and slots."""
+        """Load our backups, after all ranks have rank 0's weights and slots; on all ranks together."""
         for backup in self._backups:
             backup.restore()
 
     def patch(self, model: Any, patches: Patches, rank: int) -> None:
-        """Let methods of the model run with the global weights, or set them. Ranks other than 0 save nothing."""
+        """Let methods of the model use or set the global weights. Ranks other than 0 save nothing."""
         for name in ("evaluate", "predict", *(() if rank else SAVING)):
             patches.put(model, name, self._with_global(getattr(model, name)))
         for name in ("load_weights", "set_weights"):
             patches.put(model, name, self._loading(getattr(model, name)))
-        # A model that is compiled and distributed anew goes on with them.
+        # Keep them if the model is compiled and distributed again.
         patches.on_undo(self.take_global)
 
     def _with_global(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,7 +155,7 @@ class LocalModel(LocalTraining):
 
 
 def check_local(optimizers: Sequence[Any], mode: str, sharded: bool, lr_scaling: str, where: str) -> None:
-    """Raise ConfigError where local training cannot be."""
+    """Raise ConfigError where local training is impossible."""
     if len(optimizers) != 1:
         what = f"ranks that train apart have one optimizer, and there are {len(optimizers)}"
         fix = "leave mode out, or train with one optimizer"
@@ -168,7 +168,7 @@ def check_local(optimizers: Sequence[Any], mode: str, sharded: bool, lr_scaling:
 
 
 def _statistics(model: Any) -> list[Any]:
-    """Return the float variables that layers gather in training. Frozen weights are none of them."""
+    """Return the float variables that layers update in training, without frozen weights."""
     layers = {id(v): v for layer in model._flatten_layers() for v in layer._non_trainable_variables}
     gathered = [v for v in layers.values() if "float" in v.dtype and not v.path.endswith(SEED)]
     return [*gathered, *(b for b in buffers_of(model) if "float" in b.dtype)]

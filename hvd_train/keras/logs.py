@@ -14,10 +14,10 @@ from hvd_train.protocol import Communicator
 
 
 class GlobalLogs:
-    """Stands for Keras' ``_get_metrics_result_or_logs`` of ``model``.
+    """Replaces the model's ``_get_metrics_result_or_logs``.
 
-    Metrics' variables are sums over samples, and counts, so they are added up. What a step of the user's gives besides
-    its metrics' results is averaged over ranks.
+    Metrics' variables are sums over samples, and counts, so they are added over ranks. Other results of a user's step
+    are averaged over ranks.
     """
 
     def __init__(self, model: Any, world: Communicator) -> None:
@@ -27,10 +27,10 @@ class GlobalLogs:
     def of_all_ranks(self, logs: Any, counts: bool, whole: bool) -> Any:
         """Return the logs of all ranks' samples; on all ranks together.
 
-        ``counts``: whether this rank's sums count. ``whole``: whether each rank has scored all samples itself, where it
-        may have drawn other numbers.
+        ``counts``: whether this rank's sums count. ``whole``: whether each rank has scored all samples, perhaps with
+        other random numbers.
         """
-        # Keras hands a dict of the user's step through, and else gives its metrics' results.
+        # Keras returns a dict of a user's step unchanged, and otherwise the results of the metrics.
         user_step = self._logs(logs) is logs and isinstance(logs, dict)
         results = self._results() if user_step else {}
         local = {k: _numbers(x) for k, x in results.items() if k in logs}  # of this rank's samples
@@ -44,19 +44,19 @@ class GlobalLogs:
         values = [np.asarray(to_numpy(x), np.float64) * (counts or not whole) for x in keras.tree.flatten(logs)]
         ranks = 1 if whole else self._world.size
         means = keras.tree.pack_sequence_as(logs, [(x / ranks).tolist() for x in add_up(values, self._world)])
-        # Under a metric's name a step may give another number.
+        # A step may return another number under a metric's name.
         close = [np.array(_is_close(_numbers(logs[k]), x), np.float64) for k, x in local.items()]
         same = add_up(close, self._world)
         results = self._results()
         return means | {k: results[k] for k, count in zip(local, same, strict=True) if count == self._world.size}
 
     def _results(self) -> dict[str, Any]:
-        """Return the metrics' results by their names, as a step of Keras' guide gives them and as Keras' own does."""
+        """Return the metrics' results by name, both as in Keras' guide for custom steps and as in its own step."""
         return {metric.name: metric.result() for metric in self._model.metrics} | self._model.get_metrics_result()
 
 
 def add_up(arrays: Sequence[np.ndarray], world: Communicator) -> list[np.ndarray]:
-    """Return the sums of arrays over ranks, added in float64 and rank order."""
+    """Sum arrays over ranks, in float64 and rank order."""
     if not arrays:
         return []
     flat = np.concatenate([np.asarray(a, np.float64).ravel() for a in arrays])
@@ -65,7 +65,7 @@ def add_up(arrays: Sequence[np.ndarray], world: Communicator) -> list[np.ndarray
 
 
 def _numbers(result: Any) -> np.ndarray:
-    """Return a metric's result, which may be a dict, as one array."""
+    """Flatten a metric's result, which may be a dict, into one array."""
     return np.concatenate([np.zeros(0), *(to_numpy(x).ravel() for x in keras.tree.flatten(result))])
 
 

@@ -24,15 +24,15 @@ from hvd_train.script.record import recording
 from hvd_train.script.rng import Draws
 
 WHERE = "hk.shard"
-WIRE = ("float16", "float32", "float64", "int64")  # types that travel as they are
+WIRE = ("float16", "float32", "float64", "int64")  # dtypes that are sent unchanged
 CURE = 'hk.reduce(total, op="sum") gives all ranks the sum'
-# Calls of reduce in each graph: named by them, as one rank may trace a step once more for a batch of another length.
+# Calls of reduce in each graph, which number their transfers: one rank may trace a step again for another batch length.
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_iterations: dict[int, Any] = {}  # of all optimizers that this process has distributed; when one goes is chance
+_iterations: dict[int, Any] = {}  # of all optimizers so far; ranks free them at different times
 
 
 def follow(optimizers: Iterable[Any]) -> None:
-    """Let the steps of ``optimizers`` number passes; also in a world of one."""
+    """Number passes by the steps of ``optimizers``; also on a single rank."""
     counts = [getattr(x, "inner_optimizer", x)._iterations for x in optimizers]
     _iterations.update((id(count), count) for count in counts)
 
@@ -48,12 +48,12 @@ def _steps() -> int:
 
 
 class Batches:
-    """This rank's batches: each ``for`` gives an epoch of them.
+    """This rank's batches: each ``for`` is an epoch of them.
 
-    Another order comes after an optimizer's step, or when one has been gone through to its end. So a look at a batch
-    shifts nothing, on one rank or on all, and a loop that is left early does not begin with the same samples again. A
-    batch counts in the mean over ranks by its samples. At the end of an epoch with steps running statistics are
-    averaged; one rank alone may go through an epoch without steps.
+    The order changes after an optimizer's step, or a complete pass. So inspecting a batch shifts nothing, on one rank
+    or on all, and a loop that ends early does not begin with the same samples again. In the mean over ranks, a batch is
+    weighted by its samples. After an epoch with steps, running statistics are averaged; a rank may make a pass without
+    steps alone.
     """
 
     def __init__(self, epoch: Callable[[int], Iterable], steps: int | None, batch_size: int) -> None:
@@ -79,7 +79,7 @@ class Batches:
         loop_pass.end()
 
     def set_epoch(self, number: int) -> None:
-        """Choose the order that comes next; on all ranks."""
+        """Set the epoch of the next order; on all ranks."""
         self._numbers.set(number)
 
 
@@ -113,10 +113,10 @@ def shard(
 
 
 def _followed_dataset(parts: Any, batch_size: int) -> Any:
-    """Return a tf.data.Dataset of this rank's batches, over which a Python loop does what one over ``Batches`` does."""
+    """Return a tf.data.Dataset of this rank's batches, whose Python loops count passes as ``Batches`` do."""
     import tensorflow as tf
 
-    dataset = parts.with_options(tf.data.Options())  # a new object, which nobody else holds
+    dataset = parts.with_options(tf.data.Options())  # a new object without other references
     kind = type(dataset)
 
     def iterate(self: Any) -> Any:
@@ -137,7 +137,7 @@ def _followed_dataset(parts: Any, batch_size: int) -> Any:
             Reduction.counts(len(tf.nest.flatten(batch)[0]) / batch_size)
             return batch
 
-        # A subclass, not a generator: the script may ask for what TensorFlow's iterator has.
+        # A subclass, not a generator: the script may use the API of TensorFlow's iterator.
         batches.__class__ = type(iterator.__name__, (iterator,), {"__next__": following})
         return batches
 
@@ -156,10 +156,10 @@ class _Pass:
     def begin_batch(self) -> None:
         self._batches += 1
         if self._batches == 2 and _steps() == self._before:
-            self._weights = weight_check.digests()  # this pass may be one of training without optimizers
+            self._weights = weight_check.digests()  # this pass may train without optimizers
 
     def end(self) -> None:
-        """Join what the ranks have gathered by themselves, on all ranks together, if the pass has made steps."""
+        """If the pass has made steps, synchronize weights or statistics, on all ranks together."""
         if _steps() > self._before:
             Reduction.average_moved_statistics()
         else:
@@ -178,14 +178,14 @@ def reduce(values: Any, op: str, world: Communicator, graph: Any) -> Any:
     if graph is not None:
         _calls[graph] = _calls.get(graph, 0) + 1
         name += f"{_calls[graph]}"
-    # Python's whole numbers have no 32 bits.
+    # Python's integers have no 32-bit type.
     flat = [keras.ops.convert_to_tensor(x, "int64" if type(x) is int else None) for x in keras.tree.flatten(values)]
-    for x in flat:  # before any of them travels
+    for x in flat:  # check all before any is sent
         check_real(keras.backend.standardize_dtype(x.dtype), "a value", "hk.reduce")
     sent, kinds = [], []
     for k, x in enumerate(map(keras.ops.stop_gradient, flat)):
         kind = keras.backend.standardize_dtype(x.dtype)
-        # All whole numbers travel in 64 bits: a batch's length may be a number in one rank's graph, and a tensor in
+        # All integers are sent in 64 bits: a batch's length may be a number in one rank's graph, and a tensor in
         # another's.
         wire = kind if kind in WIRE else "float32" if "float" in kind else "int64"
         wire = "float64" if op == "mean" and "int" in wire else wire

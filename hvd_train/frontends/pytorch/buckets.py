@@ -18,12 +18,10 @@ class Flat:
     """One bucket: a flat weight, of which the parameters are views, and its flat gradient.
 
     Gradients are autograd's tensors until ``gather`` joins them. If a bucket has one parameter, its gradient's memory
-    is
-    used directly, which saves a zeroing, an addition and a copy; not if autograd shares that memory. ``channels_last``:
-    convolution kernels are stored as (out, height, width, in). ``align``: weights and slots begin at multiples of so
-    many
-    bytes, padded with zeros; gradients are not padded. ``memories``: how many joined gradients are kept, this step's
-    included.
+    is used directly, which saves a zeroing, an addition and a copy; not if autograd shares that memory.
+    ``channels_last``: convolution kernels are stored as (out, height, width, in). ``align``: weights and slots begin at
+    multiples of so many bytes, padded with zeros; gradients are not padded. ``memories``: how many joined gradients are
+    kept, this step's included.
     """
 
     def __init__(

@@ -25,10 +25,8 @@ class TorchMetric:
     """A ``torchmetrics.Metric`` whose state consists of sums.
 
     ``sums``: the concatenated states of one batch. ``result`` assigns the sums of all batches and ranks to the states
-    and
-    calls ``compute``. Raises ConfigError if a state is not a sum, for example the list of all outputs that an exact
-    AUROC
-    sorts. ``logits``: whether the outputs are logits.
+    and calls ``compute``. Raises ConfigError if a state is not a sum, for example the list of all outputs that an exact
+    AUROC sorts. ``logits``: whether the outputs are logits.
     """
 
     def __init__(self, metric: Any, logits: bool) -> None:

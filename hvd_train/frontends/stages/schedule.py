@@ -25,8 +25,7 @@ def turns(name: str, stages: int, micro_batches: int, stage: int) -> list[Turn]:
     """Return the passes of a stage in one step.
 
     Backward passes are always in the order of the micro-batches, and so are the sums of gradients: the schedule does
-    not
-    affect the numbers.
+    not affect the numbers.
     """
     ahead = micro_batches if name == "gpipe" else min(stages - stage, micro_batches)
     forward = [Turn(True, k) for k in range(micro_batches)]

@@ -25,9 +25,8 @@ def balanced(costs: Sequence[tuple[float, ...]], stages: int) -> list[int]:
     """Return how many consecutive blocks each stage takes, such that the largest stage is as small as possible.
 
     The size of a stage is the largest of its shares of each column (time, memory). Each stage takes at least one block,
-    and
-    a nonzero share of the last column. Among equally good splits, the first stages take the fewest blocks. Exact, by
-    dynamic programming.
+    and a nonzero share of the last column. Among equally good splits, the first stages take the fewest blocks. Exact,
+    by dynamic programming.
     """
     totals = [sum(column) or 1.0 for column in zip(*costs, strict=True)]
     sums = [[0.0] * len(totals)]

@@ -34,8 +34,7 @@ class HorovodTensorFlow(HorovodCommunicator):
     """Horovod in TensorFlow. The handle of a transfer is its result: TensorFlow's graph knows what depends on it.
 
     Transfers' names omit the scope of their graph. One rank may run a single step while another, whose steps were
-    faster,
-    runs several in a loop, and their transfers must match.
+    faster, runs several in a loop, and their transfers must match.
     """
 
     module = TENSORFLOW.horovod

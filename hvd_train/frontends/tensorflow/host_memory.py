@@ -116,8 +116,7 @@ class CommonWeights:
         """Copy newly assigned values to the common memory, and attach the variables to it again.
 
         An assignment moves a variable to other memory, and so must be noticed before the next step. All ranks assign
-        the same
-        values. Raises ConfigError if ``assigned`` is not set: then the model has changed its weights.
+        the same values. Raises ConfigError if ``assigned`` is not set: then the model has changed its weights.
         """
         refreshed = False
         for variable, array in zip(self.variables, self._arrays, strict=True):

@@ -117,8 +117,7 @@ def _paired(file: Layers[Any], here: Layers[Any], automatic: set[str]) -> tuple[
     """Return {path in the file: path here, or None}, and the uncertain pairs, whose numbers differ.
 
     Names decide if no other model was built before. Otherwise paths do, if the numbers have the same order or a
-    constant
-    offset.
+    constant offset.
     """
     found: dict[str, str | None] = {"": ""}
     unsure: dict[str, str] = {}

@@ -25,11 +25,11 @@ from hvd_train.protocol import Communicator
 
 
 class ArrayParts(Epochs):
-    """Arrays of a whole data set, of which a step takes ``whole`` samples on all ranks together."""
+    """The arrays of a whole data set; a step takes ``whole`` samples on all ranks together."""
 
     def __init__(self, parts: Any, whole: int, world: Communicator, per_epoch: int | None, seed: int | None) -> None:
         self._parts, self._world, self._n, self._global = parts, world, length(parts), whole
-        # A rest with a sample for each rank makes one more, shorter step; a smaller one is left out.
+        # A remainder of at least one sample per rank is one more, shorter step; a smaller one is dropped.
         rest = self._n % self._global
         super().__init__(self._n // self._global + (rest >= world.size), per_epoch, seed)
 
@@ -42,10 +42,10 @@ class ArrayParts(Epochs):
         return low + start, low + stop
 
     def as_keras(self, tensorflow: bool, weighted: bool = False) -> Any:
-        """Return what ``fit`` is to get, so that ``train_step`` gets what it would alone.
+        """Return the input for ``fit``, such that ``train_step`` gets the same structure as without hvd_train.
 
-        On TensorFlow it gets tuples for lists. ``weighted``: with class weights, which Keras would compute in 32 bits
-        on a pipeline.
+        On TensorFlow lists become tuples. ``weighted``: with class weights, which Keras would compute in 32 bits on a
+        pipeline.
         """
         pipeline = None
         if tensorflow:
@@ -56,9 +56,9 @@ class ArrayParts(Epochs):
         return self if weighted else UnchangedBatches(self)
 
     def pipeline(self) -> Any:
-        """Return the same as a tf.data.Dataset: one pass over the data, which begins in the epoch of its first step.
+        """Return a tf.data.Dataset of one pass over the data, in the order of the epoch when it begins.
 
-        None where leaves are neither numbers nor texts.
+        None if leaves are neither numbers nor strings.
         """
         import tensorflow as tf
 
@@ -70,7 +70,7 @@ class ArrayParts(Epochs):
         places = [np.arange(*self._places(step)) for step in range(self.steps)]
         ends = np.cumsum([0, *map(len, places)])
 
-        # One element a pass: the rows of all its steps, and where each step begins. Python runs once.
+        # One element per pass: the rows of all its steps, and where each step begins. Python runs once.
         def one() -> Any:
             yield self.order(np.concatenate(places), self._n, self.epoch), ends
 
@@ -84,12 +84,12 @@ class ArrayParts(Epochs):
         orders = tf.data.Dataset.from_generator(one, output_signature=(integers, integers))
         sized = tf.data.experimental.assert_cardinality(self.steps)
         options = tf.data.Options()
-        options.autotune.enabled = False  # its thread takes time from a filled core, and an epoch waits for its end
+        options.autotune.enabled = False  # its thread slows down a busy core, and an epoch waits for its end
         return orders.flat_map(steps).map(gathered).apply(sized).prefetch(2).with_options(options)
 
 
 class UnchangedBatches(PyDatasetAdapter):
-    """Batches as they are. Keras' adapter makes a tuple of a lone array, and PyTorch's loader lists of tuples."""
+    """Batches that keep their structure: Keras' adapter and PyTorch's loader would change tuples and lists."""
 
     def _standardize_batch(self, batch: Any) -> Any:
         return batch
@@ -112,5 +112,5 @@ def split(x: Any, y: Any, weight: Any, fraction: float) -> tuple[Any, Any]:
         what = f"validation_split={fraction} of {n} samples leaves one part without any"
         raise ConfigError(what, where="model.fit", fix="give more samples or another part")
     first, last = take(parts, slice(0, at)), take(parts, slice(at, None))
-    # (x, y, weight), whichever of them the call has
+    # (x, y, weight), those that were passed
     return (first + (None, None))[:3], last

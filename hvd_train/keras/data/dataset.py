@@ -1,4 +1,4 @@
-"""A tf.data.Dataset, divided among ranks: every rank goes through all of it and takes its part of each global batch."""
+"""A tf.data.Dataset, divided among ranks: each rank reads all of it and takes its part of each global batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hvd_train.keras.data.leaves import (
 )
 from hvd_train.protocol import Communicator
 
-WATCHED = 4096  # values of a batch, by which its place in an order is known
+WATCHED = 4096  # values per batch that are hashed to compare orders
 
 
 def in_order(data: Any) -> Any:
-    """Make a tf.data.Dataset give the same order on all ranks. Raises ConfigError where a step of it must not."""
+    """Give a tf.data.Dataset the same order on all ranks. Raises ConfigError if one of its steps cannot."""
     import tensorflow as tf
 
     if _any_order(data):
@@ -32,7 +32,7 @@ def in_order(data: Any) -> Any:
 
 def _any_order(data: Any) -> bool:
     """Return whether a step of the pipeline has deterministic=False."""
-    if type(data).__name__ == "_ParallelInterleaveDataset":  # which alone does not keep the argument
+    if type(data).__name__ == "_ParallelInterleaveDataset":  # the only one that does not keep the argument
         nodes = _graph_of(data).node
         free = any(x.op.startswith("ParallelInterleave") and x.attr["deterministic"].s == b"false" for x in nodes)
     else:
@@ -41,9 +41,9 @@ def _any_order(data: Any) -> bool:
 
 
 class BatchOrderDigest:
-    """Hashes of a tf.data.Dataset's batches in the order in which they come, which ranks compare.
+    """Hashes of a tf.data.Dataset's batches in order, which ranks compare.
 
-    One rank that alone takes a batch early, or draws numbers, shifts what the data set shuffles there.
+    If only one rank fetches a batch early or draws random numbers, the data set's shuffle differs there.
     """
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class BatchOrderDigest:
         self._first = 0
 
     def begin(self) -> None:
-        """Leave out the passes until now. All ranks made them outside of training."""
+        """Ignore passes before this one. All ranks made them outside of training."""
         self._first = len(self._passes)
 
     def watched(self, data: Any) -> Any:
-        """Return ``data`` with a step that notes a hash of each batch."""
+        """Return ``data`` with a step that records a hash of each batch."""
         import tensorflow as tf
 
         def number() -> Any:
@@ -67,10 +67,10 @@ class BatchOrderDigest:
             return batch_hash
 
         def noted(element: Any, number: Any) -> Any:
-            # Of targets where there are any: inputs may be augmented with numbers that each rank draws by itself.
+            # Hash targets if there are any: inputs may be augmented with numbers that each rank draws.
             hashed = element[1] if isinstance(element, tuple) and len(element) > 1 else element
             leaves = [leaf for leaf in tf.nest.flatten(hashed) if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
-            # The first rows only, of about WATCHED values: hashing all would cost a pass over the batch.
+            # Only the first rows, about WATCHED values: hashing all would cost a pass over the batch.
             rows = [leaf[: max(1, WATCHED // (math.prod(d or 1 for d in leaf.shape[1:]) or 1))] for leaf in leaves]
             text = tf.strings.join([tf.io.serialize_tensor(x) for x in rows]) if rows else tf.constant("")
             tf.numpy_function(note, [number, tf.strings.to_hash_bucket_fast(text, (1 << 63) - 1)], tf.int64)
@@ -91,12 +91,12 @@ class BatchOrderDigest:
         return hashlib.sha256(repr(notes).encode()).digest()
 
     def last(self) -> bytes:
-        """Return a digest of the last pass, by its first batch."""
+        """Return a digest of the last pass' first batch."""
         return repr(self._passes[-1][:1] if self._passes else []).encode()
 
 
 def varies(data: Any) -> bool:
-    """Return whether the samples of a tf.data.Dataset may be of different lengths, as texts are."""
+    """Return whether the samples of a tf.data.Dataset may differ in length, as texts do."""
     import tensorflow as tf
 
     return any(
@@ -105,8 +105,10 @@ def varies(data: Any) -> bool:
 
 
 def joined(data: Any, count: int) -> Any:
-    """Each ``count`` batches of a tf.data.Dataset as one, in tuples. Samples are padded to the longest, with what the
-    data set itself pads with; a RaggedTensor stays one."""
+    """Join every ``count`` batches of a tf.data.Dataset into one, in tuples.
+
+    Samples are padded to the longest, with the data set's own padding value; a RaggedTensor remains one.
+    """
     import tensorflow as tf
 
     specs = tf.nest.flatten(data.element_spec)
@@ -137,7 +139,7 @@ def joined(data: Any, count: int) -> Any:
 
 
 def rows_in(element: Any) -> Any:
-    """The number of samples in a batch of a tf.data.Dataset."""
+    """Return the number of samples in a batch of a tf.data.Dataset."""
     import tensorflow as tf
 
     first = tf.nest.flatten(element)[0]
@@ -145,14 +147,16 @@ def rows_in(element: Any) -> Any:
 
 
 def paddings(data: Any) -> list[Any]:
-    """Return the padding value of each leaf, as the graph of the data set says. Raises ConfigError where
-    it does not: what pads other data than those that come out, with other values than zeros."""
+    """Return the padding value of each leaf, from the data set's graph.
+
+    Raises ConfigError if it is unknown: a padded_batch of other elements, with values other than zero.
+    """
     import tensorflow as tf
 
     types = [spec.dtype for spec in tf.nest.flatten(data.element_spec)]
     zeros = [tf.zeros([], kind) for kind in types]
     padding = _padded_batches(data)
-    if all(value is not None and not value for values in padding for value in values):  # 0, False, no text
+    if all(value is not None and not value for values in padding for value in values):  # 0, False, empty string
         return zeros
     if len(padding) == 1 and all(value is not None for value in padding[0]):
         values = [tf.constant(value) for value in padding[0]]
@@ -163,7 +167,7 @@ def paddings(data: Any) -> list[Any]:
 
 
 def _padded_batches(data: Any) -> list[list[Any]]:
-    """Return, for each padded_batch in the data set, each leaf's padding value, or None where that is computed."""
+    """Return each leaf's padding value, or None if it is computed, for each padded_batch in the data set."""
     import tensorflow as tf
 
     graph = _graph_of(data)
@@ -172,7 +176,7 @@ def _padded_batches(data: Any) -> list[list[Any]]:
         constants = {x.name: tf.make_ndarray(x.attr["value"].tensor) for x in nodes if x.op == "Const"}
         for node in nodes:
             if node.op.startswith("PaddedBatchDataset"):
-                # Inputs of PaddedBatchDatasetV2: data set, batch size, then a shape and then a padding of each leaf.
+                # Inputs of PaddedBatchDatasetV2: data set, batch size, the leaves' shapes, the leaves' padding values.
                 leaves = len(node.attr["Toutput_types"].list.type)
                 inputs = [name.split(":")[0] for name in node.input]
                 values = [constants.get(name) for name in inputs[2 + leaves : 2 + 2 * leaves]]
@@ -183,7 +187,7 @@ def _padded_batches(data: Any) -> list[list[Any]]:
 def _graph_of(data: Any) -> Any:
     import tensorflow as tf
 
-    # IGNORE: tables and generators, which cannot be serialized, are no obstacle: the graph is only read.
+    # IGNORE: tables and generators cannot be serialized, but the graph is only read.
     graph = data._as_serialized_graph(external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE)
     return tf.compat.v1.GraphDef.FromString(graph.numpy())
 
@@ -191,7 +195,7 @@ def _graph_of(data: Any) -> Any:
 def dataset_parts(
     data: Any, world: Communicator, batch: int, order_digest: BatchOrderDigest | None = None, together: int = 1
 ) -> Any:
-    """Return this rank's part of each global batch of a tf.data.Dataset, which gives batches of ``batch`` samples.
+    """Return this rank's part of each global batch of a tf.data.Dataset, whose batches have ``batch`` samples.
 
     A global batch is ``together`` times the batches of all ranks.
     """
@@ -201,7 +205,7 @@ def dataset_parts(
         return rows_in(element)
 
     def part(*element: Any) -> Any:
-        # As data.order.share: the first ``rest`` ranks have one sample more.
+        # As in data.order.share, the first ``rest`` ranks have one sample more.
         each, rest = tf.math.floordiv(count(*element), world.size), tf.math.floormod(count(*element), world.size)
         start = world.rank * each + tf.minimum(world.rank, rest)
         stop = start + each + tf.cast(world.rank < rest, tf.int32)
@@ -219,7 +223,8 @@ def dataset_parts(
 
 
 def ends(x: Any) -> bool:
-    """Return whether a tf.data.Dataset has an end, though its number of batches is known there alone.
+    """Return whether a tf.data.Dataset is finite, but its number of batches is known only at its end.
 
-    All ranks go through all of it, and come there in the same step."""
+    All ranks read all of it, and reach the end in the same step.
+    """
     return kind_of(x) == "dataset" and int(x.cardinality()) == -2  # tf.data.UNKNOWN_CARDINALITY

@@ -13,8 +13,8 @@ from hvd_train.data.order import permute
 class Epochs(keras.utils.PyDataset):
     """Steps of an epoch as a pure function of (epoch, step); ``begin`` sets the epoch.
 
-    ``per_epoch``: ``steps_per_epoch``, in whole executions. As in Keras, a pass over the data goes on from epoch to
-    epoch. It ends the epoch in which the data end, however many steps are missing; the next epoch begins another pass.
+    ``per_epoch``: ``steps_per_epoch``, rounded to whole executions. As in Keras, a pass over the data may span several
+    epochs. If the data end, so does the epoch, even if it is short, and the next epoch begins another pass.
     """
 
     def __init__(self, steps: int, per_epoch: int | None, seed: int | None, **workers: Any) -> None:
@@ -27,7 +27,7 @@ class Epochs(keras.utils.PyDataset):
         self.epoch, self._first = epoch, epoch if self._first < 0 else self._first
 
     def _place(self) -> tuple[int, int]:
-        """Return (the epoch in which this epoch's pass began, how many of its steps were made before)."""
+        """Return (the epoch in which the current pass began, the number of its steps before this epoch)."""
         # A pass lasts ceil(steps / per_epoch) epochs.
         before = (self.epoch - max(self._first, 0)) % -(-self.steps // self._per_epoch)
         return self.epoch - before, before * self._per_epoch

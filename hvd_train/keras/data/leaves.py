@@ -1,4 +1,4 @@
-"""Batches and data sets as a script hands them over: their kind, their leaves, rows of them, and a digest."""
+"""Batches and data sets as a script passes them: their kind, their leaves, rows of them, and a digest."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy as np
 from hvd_train.errors import ConfigError, DataError
 
 BATCH = 32  # Keras' default
-BATCH_SIZE = "batch_size"  # a fact of training: a rank's samples in every step but an epoch's last
+BATCH_SIZE = "batch_size"  # key of a fact that ranks compare: samples per rank in all steps but an epoch's last
 DIFFERS = (
     "drawn at random? call keras.utils.set_random_seed(n) first; divided already? hk.distribute(model, shard=False)"
 )
-SAMPLED = 64  # rows of an array, evenly spread, by which ranks are compared
+SAMPLED = 64  # evenly spread rows of an array that are hashed to compare ranks
 
 
 def kind_of(x: Any) -> str:
-    """arrays | dataset (tf.data) | sequence (PyDataset) | loader (PyTorch's DataLoader) | other."""
+    """Return arrays, dataset (tf.data), sequence (PyDataset), loader (PyTorch's DataLoader) or other."""
     if isinstance(x, keras.utils.PyDataset):
         return "sequence"
-    # By name, so that neither TensorFlow nor torch is imported for it.
+    # By name, to import neither TensorFlow nor torch.
     if any(c.__name__ == "DatasetV2" for c in type(x).__mro__):
         return "dataset"
     if any(c.__name__ == "DataLoader" and c.__module__.startswith("torch.") for c in type(x).__mro__):
@@ -35,8 +35,8 @@ def kind_of(x: Any) -> str:
 def columns(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
     """Return (x,), (x, y) or (x, y, sample_weight) with NumPy leaves; floats have Keras' floatx, as in ``fit``.
 
-    A data frame is an array, a series of it a column, as Keras takes them. TensorFlow's texts are an array of bytes;
-    rows of different lengths, a RaggedTensor, stay what they are.
+    As in Keras, a data frame becomes an array, a series a column. TensorFlow's strings become an array of bytes. A
+    RaggedTensor remains one.
     """
 
     def array(leaf: Any) -> Any:
@@ -49,7 +49,7 @@ def columns(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
             raise ConfigError(what, where="hvd_train.keras", fix="give a dense array: .toarray(), tf.sparse.to_dense")
         if getattr(leaf.dtype, "name", "") == "string" and hasattr(leaf, "numpy"):
             return leaf.numpy()
-        # A pandas series has one axis; Keras makes it a column.
+        # Keras turns a pandas series, which has one axis, into a column.
         frame = hasattr(leaf, "to_numpy")
         values = leaf.to_numpy() if frame else keras.ops.convert_to_numpy(leaf) if hasattr(leaf, "device") else leaf
         values = np.asarray(values)
@@ -64,7 +64,7 @@ def columns(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
 
 
 def packed(parts: tuple[Any, ...]) -> Any:
-    """Return what ``train_step`` gets for columns: a lone x as it is, a sample weight for each target."""
+    """Return the input of ``train_step``: a single x unpacked, a sample weight for each target."""
     x, y, weight = (*parts, None, None)[:3]
     # (samples,) or (samples, 1): one weight for all targets of a sample
     if keras.tree.is_nested(y) and hasattr(weight, "shape"):
@@ -76,13 +76,13 @@ def packed(parts: tuple[Any, ...]) -> Any:
 
 
 def as_arrays(batch: Any) -> Any:
-    """Return a DataLoader's batch as Keras' adapter gives it: a tuple of arrays."""
+    """Return a DataLoader's batch as Keras' adapter does: a tuple of arrays."""
     arrays = keras.tree.map_structure(lambda leaf: np.asarray(leaf), batch, none_is_leaf=False)
     return tuple(arrays) if isinstance(arrays, list) else arrays
 
 
 def is_ragged(leaf: Any) -> bool:
-    """Return whether it is TensorFlow's array of rows of different lengths."""
+    """Return whether it is a RaggedTensor."""
     return hasattr(leaf, "ragged_rank")
 
 
@@ -98,7 +98,7 @@ def take(parts: Any, places: Any) -> Any:
 
 
 def texts(parts: Any) -> Any:
-    """Return them as Keras takes them: tensors for arrays of texts."""
+    """Convert arrays of strings to tensors, as Keras needs them."""
     if keras.backend.backend() != "tensorflow":
         return parts
     import tensorflow as tf
@@ -120,14 +120,14 @@ def length(parts: Any) -> int:
 
 
 def digest(parts: Any) -> str:
-    """Return a short hash of structure, shapes, types and up to ``SAMPLED`` rows of every array."""
+    """Return a short hash of structure, shapes, dtypes and up to ``SAMPLED`` rows of every array."""
     total = hashlib.sha256()
     for leaf in keras.tree.flatten(parts):
         if leaf is not None and is_ragged(leaf):
             total.update(_of_ragged(leaf))
             continue
         array = np.asarray(leaf if leaf is not None else ())
-        # A sample of rows: the data may fill the memory, and each rank holds all of it.
+        # Only some rows: the data may fill the memory, and each rank holds all of it.
         rows = np.unique(np.linspace(0, len(array) - 1, SAMPLED).astype(np.int64)) if array.ndim and len(array) else ...
         total.update(f"{array.shape}{array.dtype}".encode())
         chosen = array[rows]
@@ -136,16 +136,16 @@ def digest(parts: Any) -> str:
 
 
 def _of_ragged(x: Any) -> bytes:
-    """Return what a digest takes of a RaggedTensor, or of its value."""
+    """Return the bytes to hash of a RaggedTensor or its values."""
     n = int(x.shape[0])
     few = take(x, np.unique(np.linspace(0, n - 1, SAMPLED).astype(np.int64))) if hasattr(x, "numpy") and n else x
     return repr([n, x.dtype, few.to_list()]).encode()
 
 
 def concatenated(*arrays: Any) -> np.ndarray:
-    """Join the rows of all arrays, with zeros at their ends where lengths differ."""
+    """Concatenate the rows of all arrays, padded with zeros to the longest."""
     parts = [np.asarray(a) for a in arrays]
-    # (axes - 1,): the longest of each axis but the first
+    # (axes - 1,): the longest in each axis but the first
     longest = np.max([a.shape[1:] for a in parts], axis=0, initial=0)
     blank: dict[str, Any] = {"O": "", "U": "", "S": b""}
     sides = [[(0, 0), *((0, int(n) - m) for n, m in zip(longest, a.shape[1:], strict=True))] for a in parts]
@@ -164,7 +164,7 @@ def first_batch(data: Any) -> Any:
 
 
 def steps_of(kind: str, x: Any, batch: int) -> int | None:
-    """Return the number of batches in one pass over this rank's data; None: unknown, or without end."""
+    """Return the number of batches in one pass over this rank's data; None if unknown or infinite."""
     if kind == "arrays":
         return math.ceil(length(x) / batch)
     if kind == "sequence":

@@ -1,7 +1,7 @@
-"""Each rank's part of the data that a script evaluates on or predicts.
+"""Each rank's part of the data that a script evaluates or predicts.
 
-Each rank takes one contiguous part of the whole, every sample exactly once. Where a result depends on where batches are
-cut, the parts are whole global batches. ``steps`` count global batches.
+Each rank takes one contiguous part, every sample exactly once. If a result depends on the batch boundaries, the parts
+are whole global batches. ``steps`` count global batches.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hvd_train.protocol import Communicator
 class EvalShard:
     """The data that this rank evaluates or predicts.
 
-    ``part``: whether it is only this rank's part of the whole. ``counts``: whether its results count; another rank may
-    score the same data. ``window``: how many of its batches in a row make a global batch. ``limit``: Keras' ``steps``.
+    ``part``: whether they are only a part of the whole. ``counts``: whether their results count; another rank may score
+    the same data. ``window``: how many consecutive batches make a global batch. ``limit``: Keras' ``steps``.
     """
 
     data: tuple[Any, Any, Any]
@@ -60,17 +60,18 @@ def divide_scoring(
 ) -> EvalShard:
     """Divide the data of ``evaluate`` or ``predict``.
 
-    ``steps``: of global batches, which Keras makes in whole executions of ``execution`` steps. ``uncut``: a global
-    batch is one rank's. Too few samples or batches, or an unknown number of them, are scored whole on every rank.
+    ``steps``: in global batches; Keras makes whole executions of ``execution`` steps. ``uncut``: do not divide a global
+    batch among ranks. If there are too few samples or batches, or their number is unknown, every rank scores all of
+    them.
     """
     kind, window, size = kind_of(x), world.size, world.size
     whole_steps = steps and -(-steps // execution) * execution
     if kind == "arrays":
         parts = columns(x, y, weight)
         count, same = length(parts), digest(parts)
-        if steps and not batch:  # Keras makes that many batches of the data
+        if steps and not batch:  # Keras divides the data into so many batches
             batch, window = math.ceil(count / steps), 1
-        # Samples of a global batch; in the branch below, batches of one.
+        # Samples per global batch; in the branch below, batches per global batch.
         unit = (batch or BATCH) * window
         limit, count = None, min(count, whole_steps * unit) if whole_steps else count
     else:
@@ -98,7 +99,7 @@ def divide_scoring(
             return (texts(take(parts, slice(start, stop))) + (None, None))[:3]
         return (SequenceRange(x, start, stop) if kind == "sequence" else x.skip(start).take(stop - start)), None, None
 
-    # Fewer pieces than ranks, or an unknown number: every rank scores all of it, and the sums count once.
+    # Fewer pieces than ranks, or unknown: every rank scores everything, and rank 0's sums count.
     if count < size:
         return whole if not count else replace(whole, data=rows(0, count))
     start, stop, counts = _rows_of_rank(count, unit if uncut else 1, world)
@@ -106,10 +107,10 @@ def divide_scoring(
 
 
 def _rows_of_rank(count: int, unit: int, world: Communicator) -> tuple[int, int, bool]:
-    """Return (first row of this rank's part, row behind its last, whether its results count); parts are whole units."""
-    # Cut anywhere, parts differ by one sample at most; uncut, by one global batch.
+    """Return (first row of this rank's part, end, whether its results count); parts are multiples of ``unit``."""
+    # Parts differ by at most one unit: a sample, or a global batch.
     pieces = -(-count // unit)
     start, stop = share(max(pieces, world.size), world.size, world.rank)
-    if pieces < world.size:  # a rank without a piece scores another's, which counts there
+    if pieces < world.size:  # a rank without a piece scores another's again, without counting it
         start, stop = world.rank % pieces, world.rank % pieces + 1
     return start * unit, min(stop * unit, count), world.rank < pieces

@@ -1,4 +1,4 @@
-"""A PyDataset, divided among ranks: N of its batches a step, one for each rank."""
+"""A PyDataset, divided among ranks: N of its batches per step, one for each rank."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hvd_train.script.rng import Draws
 class SequenceParts(Epochs):
     """A PyDataset of which each step takes N batches, one for each rank.
 
-    What is left at the end is divided sample by sample. The PyDataset's last batch, which may be short, stays the last.
+    The remainder is divided by samples. The PyDataset's last batch, which may be short, remains the last.
     """
 
     def __init__(self, data: Any, draws: Draws, per_epoch: int | None, seed: int | None, together: int = 1) -> None:
         self._data, self._draws, self._world, self._n = data, draws, draws.world, data.num_batches
         self._size = self._world.size * together
         self._ranks = range(together) if together > 1 else [self._world.rank]
-        # Batches after the last full step; their samples are counted, since the last batch may be short.
+        # Batches after the last full step. Count their samples: the last batch may be short.
         tail = self._n % self._size
         left = sum(length(data[i]) for i in range(self._n - tail, self._n)) if tail else 0
         workers = {
@@ -46,7 +46,7 @@ class SequenceParts(Epochs):
     def _part(self, rank: int, turn: int, step: int) -> Any:
         low = step * self._size
         places = np.arange(low, min(low + self._size, self._n))
-        # The last batch keeps its place: moved to the middle, a short one would shorten a full step.
+        # The last batch keeps its position: elsewhere, a short one would shorten a full step.
         inner = places[places < self._n - 1]
         places[: len(inner)] = self.order(inner, self._n - 1, turn) if len(inner) else inner
         if len(places) == self._size:
@@ -63,12 +63,12 @@ class SequenceParts(Epochs):
     def on_epoch_end(self) -> None:
         """Let the data set shuffle itself; Keras calls this before the first epoch, too.
 
-        Raises ConfigError on all ranks if they have other orders then: the data set draws from a generator that cannot
-        be reached from here.
+        Raises ConfigError on all ranks if their orders differ afterwards: the data set has a generator of its own that
+        we cannot seed.
         """
         with self._draws.common():
             self._data.on_epoch_end()
-        # The comparison reads batches, which may draw: these draws are undone.
+        # The comparison reads batches, which may draw random numbers: restore the generators.
         with self._draws.common(keep=True):
             batches = digest([self._data[i] for i in sorted({0, self._n - 1})])
         if len(set(self._world.allgather_bytes(batches.encode()))) > 1:

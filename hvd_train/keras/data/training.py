@@ -1,7 +1,7 @@
 """Each rank's part of the data that a script trains on.
 
 The order of samples is cut into global batches of ``batch_size`` x N, of which each rank takes a contiguous part. All
-ranks take the same number of steps. A rest of fewer samples than ranks is left out of an epoch. ``steps`` count global
+ranks take the same number of steps. A remainder with fewer samples than ranks is dropped. ``steps`` count global
 batches.
 """
 
@@ -34,11 +34,11 @@ from hvd_train.script.record import recording
 from hvd_train.script.rng import Draws
 
 WHERE = "model.fit"
-Division = tuple[dict[str, Any], dict[str, str]]  # what ``fit`` gets instead; what must be equal on all ranks
+Division = tuple[dict[str, Any], dict[str, str]]  # replaced arguments of ``fit``; what must be equal on all ranks
 
 
 def first_of(x: Any, y: Any, weight: Any) -> Any:
-    """Return a batch of what this rank's ``fit`` gets: (x, y, ...)."""
+    """Return the first batch of this rank's ``fit``: (x, y, ...)."""
     if isinstance(x, Epochs):
         return x.part(0, 0)
     kind = kind_of(x)
@@ -61,8 +61,8 @@ def divide_training(
 ) -> Division:
     """Divide the data of ``fit``. Raises ConfigError for data that cannot be divided.
 
-    ``steps``: ``steps_per_epoch``, which Keras makes in whole executions of ``execution`` steps. ``seed``: of the order
-    of samples; None: as they come. ``order_digest`` gets the order of a tf.data.Dataset.
+    ``steps``: ``steps_per_epoch``; Keras makes whole executions of ``execution`` steps. ``seed``: of the order of
+    samples; None: not shuffled. ``order_digest`` records the order of a tf.data.Dataset.
     """
     kind, world = kind_of(x), draws.world
     per_epoch = steps and -(-steps // execution) * execution
@@ -80,7 +80,7 @@ def divide_training(
         parts = packed(columns(x, y, weight))
         data, facts = _arrays(parts, batch, steps, per_epoch, seed, together, world)
     else:
-        # All ranks go through the whole pipeline: it must give one order.
+        # All ranks read the whole pipeline: its order must be the same.
         x = in_order(x) if kind == "dataset" else x
         known = steps_of(kind, x, batch or BATCH)
         if known is None and not steps and not ends(x):
@@ -105,7 +105,7 @@ def _arrays(
     n = length(parts)
     _enough(n, "samples", world)
     whole = (batch or BATCH) * together * world.size
-    if steps and not batch:  # Keras makes that many batches of the data
+    if steps and not batch:  # Keras divides the data into so many batches
         whole = math.ceil(n / steps)
         _enough(whole, f"samples in each of {steps} steps", world)
     size = str(batch or whole / world.size)
@@ -120,7 +120,7 @@ def _sequence(
         raise ConfigError("a PyDataset without end cannot be divided", where=WHERE, fix="give it num_batches")
     first = x[0]
     size = length(first)
-    # As if all batches were as long as the first: reading them all to count would take an epoch.
+    # Assume all batches are as long as the first: to count them would take an epoch.
     _enough(known * size, "samples", draws.world)
     return SequenceParts(x, draws, per_epoch, seed, together), _batch_facts(known, size, first)
 
@@ -140,7 +140,7 @@ def _batch_facts(known: int | None, size: int, first: Any) -> dict[str, str]:
 
 def _loader(x: Any, seed: int | None, together: int, world: Communicator) -> Division:
     """Divide a PyTorch DataLoader as ``ht.shard`` does, with the loader's shuffle, samplers and workers."""
-    # Here, and not above: it imports torch, which Keras on TensorFlow may not have.
+    # Imported here because it imports torch, which Keras on TensorFlow may not have.
     from hvd_train.script.dataloader import passes, shares
 
     shares.check(x)
@@ -152,7 +152,7 @@ def _loader(x: Any, seed: int | None, together: int, world: Communicator) -> Div
 def check_local(
     x: Any, *, batch: int | None, steps: int | None, columns_: tuple[Any, Any, Any], draws: Draws
 ) -> Division:
-    """Take data that the user has divided. Only the number of steps must be the same on all ranks."""
+    """Check data that the user has divided. Only the number of steps must be equal on all ranks."""
     kind = kind_of(x)
     batch = batch or (math.ceil(length(x) / steps) if steps and kind == "arrays" else BATCH)  # as Keras does
     known = steps_of(kind, x, batch)
@@ -174,5 +174,5 @@ def _enough(n: int, what: str, world: Communicator) -> None:
 
 
 def pass_seed(seed: int, turn: int) -> int:
-    """Return the key of the ``turn``-th call of ``fit``, so that calls in a row have different orders."""
+    """Return the key of the ``turn``-th call of ``fit``, so that successive calls have different orders."""
     return mix(seed, turn)

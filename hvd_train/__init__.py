@@ -14,7 +14,7 @@ _PLACES = {"Hook": "core.hooks", "Summary": "api", "fit": "api", "world": "launc
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name of the Python API when it is first used. The command line's help must not wait for it."""
+    """Import a name of the Python API when it is first used: the command line's help must be fast."""
     if name == "launch":
         return import_module("hvd_train.launch")
     if name in _PLACES:

@@ -1,4 +1,4 @@
-"""``hvd_train.fit``: what ``hvd-train fit`` does, from Python, with the caller's model, data and hooks."""
+"""``hvd_train.fit``: ``hvd-train fit`` from Python, with the caller's model, data and hooks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvd_train.protocol import Build
 from hvd_train.rank.session import Session, failures_explained
 from hvd_train.script.world import open_session
 
-STARTED_IN = os.path.abspath(sys.path[0])  # the script's folder, or the current one of a notebook and of python -m
+STARTED_IN = os.path.abspath(sys.path[0])  # the script's folder; the current one in a notebook or with python -m
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -35,7 +35,7 @@ class Summary(Mapping[str, Any]):
         return self.entries[key]
 
     def __getattr__(self, key: str) -> Any:
-        entries = vars(self).get("entries", {})  # pickle asks for methods before there are any
+        entries = vars(self).get("entries", {})  # pickle looks for methods before the attributes are set
         if key.startswith("_") or key not in entries:
             raise AttributeError(f"the summary has {', '.join(entries)}; not '{key}'")
         return entries[key]
@@ -65,14 +65,15 @@ def fit(
 ) -> Summary:
     """Train, alone or as a rank of a launcher's world, as ``hvd-train fit`` does; return the run's summary.
 
-    Raises the errors of ``hvd_train.errors``, each with what, where and what to do.
+    Raises the errors of ``hvd_train.errors``, which say what went wrong, where, and what to do.
 
     config: a dict of the configuration's keys, or a YAML file. model: a built model, which is trained in place, or a
-    function as ``model.name`` takes it; data: ``(train, val)``, each (inputs, labels) or an object with ``fetch``, or a
-    function that gives them. loss: a function of (outputs, labels) that gives a value for each sample or place, or
-    (values, weights), or a name; of several outputs ``{output: loss}``. metrics: a list of such, or ``{output: list}``;
-    one with a ``result`` gives (samples, k) and makes a number of the k sums of all ranks. All ranks must be given the
-    same. resume, allow_change, overwrite: as ``hvd-train fit``.
+    function as for ``model.name``. data: ``(train, val)``, each (inputs, labels) or an object with ``fetch``, or a
+    function that returns them. loss: a name, or a function of (outputs, labels) that returns a value for each sample,
+    token or pixel, or (values, weights); for several outputs ``{output: loss}``. metrics: a list of the same, or
+    ``{output: list}``. If a metric has a method ``result``, it returns (samples, k), and ``result`` computes a number
+    from the k sums over all ranks. Pass the same on all ranks. resume, allow_change, overwrite: as for ``hvd-train
+    fit``.
     """
     if not all(isinstance(hook, Hook) for hook in hooks):
         strange = next(type(hook).__name__ for hook in hooks if not isinstance(hook, Hook))
@@ -82,12 +83,12 @@ def fit(
         lock = stack.enter_context(locked_run_folder(config, resume, overwrite))
         look_in(config.code_dir)
         user_data = None if isinstance(data, str) else data
-        # Before the session: bad data are named before any rank waits for another.
+        # Before the session: bad data raise an error before any rank waits for another.
         opened = open_data(config.data, config.task, user_data)
         session = Session.prepare(config.framework, config.threads, verbose, user_process=True)
         session.module.configure(session.threads)
         stages = config.parallel.pipeline
-        if session.world.launcher or stages > 1:  # kept open, for a launched world cannot be opened twice
+        if session.world.launcher or stages > 1:  # keep it open: a launched world cannot be opened twice
             kept = open_session(config.framework, session, stages)
             session.communicator, session.links = kept.communicator, kept.links
         stack.enter_context(failures_explained(session.communicator))
@@ -102,8 +103,8 @@ def fit(
 def _whole_config(
     config: Mapping[str, Any] | str | Path | Config, model: Any, data: Any, loss: Any, metrics: Any
 ) -> Iterator[Config]:
-    """Name the caller's objects in the configuration, and find them by these names for the time of a block."""
-    # A configuration is text: it is written to the run folder and to checkpoints, and compared between ranks.
+    """During a block, give the caller's objects names, which the configuration uses."""
+    # A configuration is text: it is saved in the run folder and in checkpoints, and compared between ranks.
     if isinstance(config, str | Path):
         config = load_config(Path(config))
     base = config.model_dump(mode="json") if isinstance(config, Config) else dict(config)
@@ -133,7 +134,7 @@ def _whole_config(
 
 
 def _names(value: Any, functions: dict[str, Any]) -> Any:
-    """Replace losses or metrics by their names, and put the functions among them into ``functions``."""
+    """Replace losses or metrics by their names, and add the functions among them to ``functions``."""
     if isinstance(value, Mapping):
         return {name: _names(each, functions) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -148,13 +149,13 @@ def _names(value: Any, functions: dict[str, Any]) -> Any:
 
 
 def _name(value: Any) -> str:
-    """Return the name that a configuration would give it; arrays have the name of their type."""
+    """Return the object's name for the configuration; for arrays, the name of their type."""
     named = value if callable(value) and hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def _build(model: Any) -> Build:
-    attributes = ("named_parameters", "trainable_variables")  # of a built model of PyTorch, of Keras
+    attributes = ("named_parameters", "trainable_variables")  # of built models of PyTorch and of Keras
     if not isinstance(model, type) and any(hasattr(model, name) for name in attributes):
         return lambda **options: model
     if not callable(model):

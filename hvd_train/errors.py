@@ -1,6 +1,6 @@
-"""The errors that users see. Each has an exit code; the command line prints one line and ends with that code.
+"""The errors that users see. Each has an exit code; the command line prints one line and exits with that code.
 
-``0`` done, ``2`` usage or configuration, ``3`` data, ``4`` checkpoint, ``5`` a rank was lost or the ranks disagree
+``0`` success, ``2`` usage or configuration, ``3`` data, ``4`` checkpoint, ``5`` a rank was lost or the ranks disagree
 at run time, ``6`` a non-finite loss, ``75`` stopped by a signal and saved.
 """
 
@@ -12,16 +12,16 @@ from collections.abc import Iterable, Sequence
 
 
 def printable(text: str, one_line: bool = False) -> str:
-    """Escape control characters, so that text of a file or a user cannot command a terminal.
+    """Escape control characters, so that text of a file or a user cannot control the terminal.
 
-    ``one_line``: line breaks as well, in a name that must not look like a line of ours.
+    ``one_line``: also line breaks, for a name that must not look like a line of ours.
     """
-    # An escape sequence in a file name or a YAML value could move the cursor or set the title of the window.
+    # An escape sequence in a file name or a YAML value could move the cursor or set the window's title.
     return "".join(c if c.isprintable() or (c in "\n\t" and not one_line) else "?" for c in text)
 
 
-STYLE = re.compile("\x1b\\[[0-9;]*m")  # colours, which Keras writes into messages
-# Of Keras' messages; the reason stands between them.
+STYLE = re.compile("\x1b\\[[0-9;]*m")  # colours, which Keras puts into messages
+# What Keras writes around the reason in its messages.
 KERAS_HEAD, KERAS_END = "Exception encountered when calling ", "\n\nArguments received by "
 
 
@@ -42,7 +42,7 @@ def whole_reason(error: BaseException) -> str:
 
 
 def named_reason(error: BaseException) -> str:
-    """Return ``reason`` after the type: ``KeyError: 'a'``."""
+    """Return ``reason`` with the error's type: ``KeyError: 'a'``."""
     return f"{type(error).__name__}: {reason(error)}"
 
 
@@ -62,7 +62,7 @@ class TrainError(Exception):
 
     For example ``TrainError("the file is empty", where="data.csv", fix="write it again")``.
 
-    ``common``: every rank raises the same error, so only rank 0 prints it; ``ranks``: where it came up, if not on the
+    ``common``: every rank raises the same error, so only rank 0 prints it; ``ranks``: where it happened, if not on the
     rank that prints it.
     """
 
@@ -103,15 +103,15 @@ class CommunicationError(TrainError):
     exit_code = 5
 
 
-SOME_RANK = "another rank"  # replaced in the message once it is known which
+SOME_RANK = "another rank"  # replaced in the message once the rank is known
 
 
 class LostRankError(CommunicationError):
-    """Another rank has ended. Its message and exit code come before this one."""
+    """Another rank has ended. That rank's message and exit code take precedence."""
 
 
 class EndedRankError(CommunicationError):
-    """Another rank came to the end of its script, and this one still waits for it."""
+    """Another rank has finished its script, and this one still waits for it."""
 
 
 class NonFiniteError(TrainError):
@@ -121,7 +121,7 @@ class NonFiniteError(TrainError):
 
 
 class Interrupted(TrainError):
-    """A signal asked for the end: all ranks have saved and stand at the same step."""
+    """A signal requested the end: all ranks have saved at the same step."""
 
     exit_code = 75  # sysexits.h: a temporary failure, try again
 
@@ -132,12 +132,12 @@ class Interrupted(TrainError):
 
 
 def stopped_code(number: int) -> int:
-    """Return the exit code of a job that a signal stopped: 130 for Ctrl-C, as a shell has it, else 75."""
+    """Return the exit code of a job that a signal stopped: 130 for Ctrl-C, as in a shell, else 75."""
     return 130 if number == signal.SIGINT else Interrupted.exit_code
 
 
 def nothing_saved(number: int, rank: int | None = None) -> str:
-    """Describe the end by a signal before the first step. ``rank``: all that is known is that this one got it."""
+    """Describe an end by a signal before the first step. ``rank``: the one that got it, if nothing else is known."""
     name = signal.Signals(number).name
     who = f"stopped by {name}" if rank is None else f"rank {rank} was told to stop ({name})"
     return f"{who} before the first step: there was nothing to save"

@@ -1,7 +1,7 @@
-"""Inject faults, for tests and ``scripts/torture``: ``HVD_TRAIN_FAULT=POINT:RANK:NTH:ACTION``, several by comma.
+"""Inject faults, for tests and ``scripts/torture``: ``HVD_TRAIN_FAULT=POINT:RANK:NTH:ACTION``, separated by commas.
 
-``save:0:2:kill``: the second time that rank 0 comes to the point ``save``, it is killed; ``step:1:40:delay``: from its
-40th step on rank 1 is slow. Without the variable a point costs a look at an empty list.
+``save:0:2:kill`` kills rank 0 when it reaches the point ``save`` for the second time. ``step:1:40:delay`` slows rank 1
+down from its 40th step on. Without the variable, a point only iterates over an empty list.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import NoReturn
 from hvd_train.errors import ConfigError
 
 VARIABLE = "HVD_TRAIN_FAULT"
-# start: all is read and no step taken; step: after each; evaluation: between two batches of it; of a save: before it,
-# before the lock is read, before each file, before the manifest, before the rename that commits it, after that, before
-# a checkpoint is removed.
+# start: before the first step; step: after each; evaluation: between two batches. When saving: before it, before the
+# lock is read, before each file, before the manifest, before the rename that commits it, after that. remove: before a
+# checkpoint is removed.
 POINTS = ("start", "step", "evaluation", "save", "check", "write", "manifest", "rename", "commit", "remove")
 
 DELAY_SECONDS = 0.05
-_planned: list[tuple[str, int, Callable[[], None]]] = []  # (point, how often until then, what happens)
+_planned: list[tuple[str, int, Callable[[], None]]] = []  # (point, remaining visits, action)
 
 
 def _fail(number: int) -> NoReturn:
@@ -55,7 +55,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
 
 
 def arm(rank: int) -> None:
-    """Read the faults of this rank. The variable is removed, so what this process starts has none."""
+    """Read the faults of this rank. The variable is removed, so that child processes have none."""
     _planned.clear()
     for text in filter(None, os.environ.pop(VARIABLE, "").split(",")):
         point, _, rest = text.partition(":")
@@ -68,8 +68,8 @@ def arm(rank: int) -> None:
 
 
 def at(point: str) -> None:
-    """Note that the training has come to this point, and do what is planned there."""
-    # The counts go down to the n-th time, and below it for a delay, which lasts.
+    """Reach a point: run the actions that are due there."""
+    # The counts go down to 1 at the n-th time, and below for a delay, which lasts.
     for k, (planned, times, action) in enumerate(_planned):
         if planned == point:
             _planned[k] = planned, times - 1, action

@@ -1,4 +1,4 @@
-"""Write files that are whole or absent, also after a kill or a power cut: under another name first, then renamed."""
+"""Write files that are complete or absent, also after a kill or a power cut: under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-LEFT = ".tmp"  # the ending of a file that is not finished: a killed process leaves such a file
-ANSWER_SECONDS = 5.0  # for a file server, where a process has to end
+LEFT = ".tmp"  # suffix of an unfinished file, which a killed process leaves behind
+ANSWER_SECONDS = 5.0  # for a file server, when a process must exit
 PART_BYTES = 256 << 20  # between two flushes to the disk
 
 _late: list[threading.Thread] = []
 
 
 class Patience:
-    """A limit of seconds (0: none) within which something must move, as long as somebody looks."""
+    """A timeout in seconds (0: none) without progress."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -35,13 +35,13 @@ class Patience:
         """Return whether there was no progress for longer than the limit. Call it several times within the limit."""
         now, before = time.monotonic(), self._looked
         self._looked = now
-        if now - before > self._limit / 2:  # this process was stopped itself, and all its threads
+        if now - before > self._limit / 2:  # this process itself was stopped, with all its threads
             self.moved()
         return bool(self._limit) and now - self._last > self._limit
 
 
 def within(work: Callable[[], object], seconds: float) -> bool:
-    """Do work that may wait for a file server for ever; return whether it came to its end in that time."""
+    """Do work that may wait for a file server forever; return whether it finished in time."""
     thread = threading.Thread(target=work, name="within", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -51,14 +51,14 @@ def within(work: Callable[[], object], seconds: float) -> bool:
 
 
 def hanging() -> bool:
-    """Return whether work still waits that ``within`` has given up."""
+    """Return whether work that ``within`` has given up is still waiting."""
     return any(thread.is_alive() for thread in _late)
 
 
 class AtomicFile:
-    """A file that is written in any order next to ``path``, and takes its place with ``close``.
+    """A file that is written in any order under a temporary name, and renamed to ``path`` by ``close``.
 
-    If that fails, or with ``discard``, nothing of it is left.
+    If that fails, or with ``discard``, nothing is left of it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +68,7 @@ class AtomicFile:
 
     def close(self) -> None:
         try:
-            # The order matters: otherwise the rename may reach the disk first, and a power cut leaves an empty file.
+            # In this order: otherwise the rename may reach the disk first, and a power cut leaves an empty file.
             self.stream.flush()
             os.fsync(self.stream.fileno())
             self.stream.close()
@@ -79,7 +79,7 @@ class AtomicFile:
             raise
 
     def discard(self) -> None:
-        with suppress(OSError):  # a full disk refuses what is still in memory
+        with suppress(OSError):  # a full disk rejects what is still buffered
             self.stream.close()
         self._temporary.unlink(missing_ok=True)
 
@@ -91,16 +91,16 @@ class AtomicFile:
 
 
 def put(path: Path, content: bytes) -> None:
-    """Replace ``path`` by a file with this content. If it raises OSError, the old file stands and nothing is left."""
+    """Replace ``path`` by a file with this content. If it raises OSError, the old file is unchanged."""
     with AtomicFile(path) as file:
         file.stream.write(content)
 
 
 def write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a new file, which is on the disk when this returns. If it raises OSError, nothing is left.
+    """Write a new file, which is on the disk when this returns. If it raises OSError, nothing is left of it.
 
-    It is flushed part by part. The kernel would first take a whole file into memory, so whoever watches the pieces that
-    are asked for could not see that a disk has stopped answering.
+    It is flushed part by part. Otherwise the kernel would buffer a whole file, and whoever watches the pieces being
+    consumed could not see that a disk no longer responds.
     """
     waiting = 0
     stream = open(path, "xb")  # noqa: SIM115
@@ -121,11 +121,11 @@ def write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def opened(path: Path, most: int | None = None) -> io.BufferedReader:
-    """Open a plain file of at most ``most`` bytes to read. Raises OSError for anything else.
+    """Open a regular file of at most ``most`` bytes for reading. Raises OSError for anything else.
 
-    The opening of a pipe waits for ever, and a device has no end: who reads another user's folder must not trust names.
+    Another user's folder must not be trusted: opening a pipe would block forever, and a device has no end.
     """
-    # Twice: opening a device may do something, and what lies there may be another file when it is opened.
+    # Check twice: opening a device may have effects, and the path may be another file by then.
     _check_plain(path, os.stat(path), most)
     stream = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")  # noqa: SIM115
     try:
@@ -137,7 +137,7 @@ def opened(path: Path, most: int | None = None) -> io.BufferedReader:
 
 
 def content(path: Path, most: int | None = None) -> bytes:
-    """Return the bytes of a plain file, as ``opened`` takes it."""
+    """Return the bytes of a regular file, opened by ``opened``."""
     with opened(path, most) as stream:
         return stream.read()
 
@@ -150,9 +150,9 @@ def _check_plain(path: Path, status: os.stat_result, most: int | None) -> None:
 
 
 def appended(path: Path) -> io.FileIO:
-    """Open a file to add to, without a buffer; one that is missing is made.
+    """Open a file for appending, unbuffered; create it if it is missing.
 
-    A link is not followed, and a pipe that nobody reads is not waited for: both raise OSError.
+    Raises OSError for a link, and for a pipe without a reader.
     """
     if path.is_symlink():
         raise OSError(errno.ELOOP, f"{path.name} is a symbolic link", str(path))
@@ -161,7 +161,7 @@ def appended(path: Path) -> io.FileIO:
 
 
 def ours_alone(paths: Iterable[Path]) -> bool:
-    """Return whether all of these belong to this user and nobody else can write them. A link counts as foreign."""
+    """Return whether all of these belong to this user and only the user can write them; never true for links."""
     try:
         statuses = [path.lstat() for path in paths]
     except OSError:
@@ -172,7 +172,7 @@ def ours_alone(paths: Iterable[Path]) -> bool:
 
 def sync(folder: Path) -> None:
     """Flush a folder to the disk, with the renames in it."""
-    # A rename changes the folder. Without this it may be lost by a power cut, although the file's content is not.
+    # A rename changes the folder. Without this a power cut may lose it, although the file's content is safe.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The frameworks: one record of each, in text alone, so that reading it loads nothing."""
+"""A record of each framework, in strings only, so that reading it imports no framework."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ class Framework:
     threads_wait: bool = False
 
     def load(self, skip_unneeded: bool = False) -> FrontEndModule:
-        """Load the framework, which reads ``settings`` now, and return its front-end.
+        """Load the framework, which now reads ``settings``, and return its front-end.
 
-        ``skip_unneeded``: the packages ``unneeded`` are hidden from it, which saves seconds.
+        ``skip_unneeded``: hide the packages ``unneeded`` from it, which saves seconds.
         """
         with fast_import(self.unneeded if skip_unneeded else ()):
             return importlib.import_module(self.module)
 
     def stages_module(self) -> FrontEndModule:
-        """Return the front-end of pipeline stages; the framework must be loaded."""
+        """Return the front-end for pipeline stages; the framework must be loaded."""
         if not self.stages:
             raise ConfigError(f"{self.name} has no pipeline stages", where="parallel.pipeline", fix="set it to 1")
         return importlib.import_module(self.stages)
 
     def placed_module(self) -> FrontEndModule:
-        """Return the front-end of several devices; the framework must be loaded."""
+        """Return the front-end for several devices; the framework must be loaded."""
         if not self.placed:
             what = f"{self.name} takes one device"
             raise ConfigError(what, where="parallel.devices_per_rank", fix="set it to 1")
@@ -79,7 +79,7 @@ class Framework:
     def weight_readers(self) -> Mapping[str, Callable[[Path], dict[str, dict[str, Any]]]]:
         """Return {ending of a file: function that reads it}; the framework must be loaded.
 
-        The function gives {place in the file: {name: array}}. A file may hold several sets of weights.
+        The function returns {key in the file: {name: array}}, as a file may hold several sets of weights.
         """
         return importlib.import_module(self.weight_files).WEIGHT_FILES if self.weight_files else {}
 
@@ -91,15 +91,15 @@ class Framework:
         return all(find_spec(package) for package in self.packages)
 
     def has(self, model: str) -> bool:
-        """Return whether this is a built-in model. A user's model belongs to the framework that the user names."""
+        """Return whether this is a built-in model. For a user's model, the configuration names the framework."""
         return bool(self.zoo and model.isidentifier() and find_spec(f"{self.zoo}.{model}"))
 
 
 @contextmanager
 def fast_import(skipped: tuple[str, ...]) -> Iterator[None]:
-    """Import without garbage collection, and hide the packages ``skipped`` from the modules that are imported.
+    """Import without garbage collection, and hide the packages ``skipped`` from the imported modules.
 
-    Of the 7 s that TensorFlow takes on one core, hiding saves 2 and the collection 0.5.
+    Of TensorFlow's 7 s on one core, hiding saves 2 and the collection 0.5.
     """
     new = [package for package in skipped if package not in sys.modules]
     collects = gc.isenabled()
@@ -118,13 +118,13 @@ FRAMEWORKS: dict[str, Framework] = {}
 
 
 def register(framework: Framework) -> Framework:
-    """Add a framework to the table that the configuration and all commands read."""
+    """Add a framework to the table that the configuration and all commands use."""
     FRAMEWORKS[framework.name] = framework
     return framework
 
 
 def version(package: str) -> str | None:
-    """Return the version of an installed package. A build for CPUs alone may have another name."""
+    """Return the version of an installed package, also if its CPU-only build has another name."""
     from importlib import metadata
 
     for name in (package, f"{package}-cpu"):
@@ -151,8 +151,8 @@ PYTORCH = register(
         threads_wait=True,
     )
 )
-# TensorFlow takes oneDNN by itself only where it finds AVX-512 VNNI. With AVX2 alone its other kernels need 2.3 times
-# as long for a step of the wide MLP, 1.5 for SINGA's CNN, 1.9 for ResNet-18.
+# TensorFlow enables oneDNN by itself only if it finds AVX-512 VNNI. With AVX2 alone its other kernels take 2.3 times as
+# long for a step of the wide MLP, 1.5 for SINGA's CNN, 1.9 for ResNet-18.
 KERNELS = {"TF_ENABLE_ONEDNN_OPTS": "1"} if platform.machine() == "x86_64" else {}
 TENSORFLOW = register(
     Framework(
@@ -171,6 +171,6 @@ TENSORFLOW = register(
         loads_by_ending=True,
         settings={"KERAS_BACKEND": "tensorflow", **KERNELS},
         quiet={"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"},
-        unneeded=("sklearn", "matplotlib"),  # Keras' wrappers for scikit-learn, and galleries of images
+        unneeded=("sklearn", "matplotlib"),  # Keras' wrappers for scikit-learn, and image galleries
     )
 )

@@ -1,8 +1,8 @@
-"""The losses of ``compile`` over a step's samples that lie on several ranks.
+"""The losses of ``compile`` for a step whose samples are on several ranks.
 
-Law: what a rank's loss gives, weighted by its share of the step's samples, adds up over the ranks to the loss of all
-of them, be it a mean over samples, over unmasked places, by weights, or a sum. Gradients are weighted like that, and
-logs, so both come out as those of one process. A plain mean needs nothing for it, and costs nothing.
+Law: the ranks' losses, weighted by their shares of the step's samples, add up to the loss over all of them, whether it
+is a mean over samples, over unmasked places, by weights, or a sum. Gradients and logs have the same weights, so both
+are those of one process. A plain mean needs no correction, and costs nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator
 
 TOGETHER = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)  # these compare samples of a batch
-SAMPLES = 64  # of a batch, by which losses are classified
-KINDS = ("unknown", "mean", "sum", "neither")  # from the least certain on
+SAMPLES = 64  # of a batch, to classify losses
+KINDS = ("unknown", "mean", "sum", "neither")  # in order of certainty
 
 
 class _Ones(keras.losses.Loss):
@@ -38,7 +38,7 @@ class _Ones(keras.losses.Loss):
 
 
 class DistributedLoss:
-    """Stands for a loss of ``compile``. ``kind``: what it is over samples, as ``probe`` finds."""
+    """Replaces a loss of ``compile``. ``kind``: how it combines samples, as found by ``probe``."""
 
     def __init__(self, loss: Any, reduction: Reduction) -> None:
         self.loss, self.kind, self.probing = loss, "mean", False
@@ -46,7 +46,7 @@ class DistributedLoss:
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         values, value = self._observed(y_true, y_pred, sample_weight)
-        # A number, or nothing to be seen: the loss has reduced by itself.
+        # A number, or values that we cannot observe: the loss has reduced them itself.
         opaque = values is None or tuple(values.shape) == ()
         masked = not opaque and (_mask(y_pred) is not None or _mask(values) is not None)
         by_weight = self.loss.reduction == "mean_with_sample_weight"
@@ -59,7 +59,7 @@ class DistributedLoss:
         weight = None if summed else _Ones(values)(y_true, y_pred, weights)
         if self._reduction.count is not None:
             return self._reduction.whole(value, weight)
-        if self._reduction.window.samples is None:  # out of a step
+        if self._reduction.window.samples is None:  # outside of a step
             return value
         if not summed:
             self._warn()
@@ -68,7 +68,7 @@ class DistributedLoss:
     def _kind(self, masked: bool, *batch: Any) -> str:
         if not masked:
             return kind_over_samples(self.loss, *batch)
-        # A mean over unmasked places, whose number differs: what it is the mean of must add up over samples.
+        # A mean over unmasked places. Their number differs, so check that the sum before the mean adds up over samples.
         reduction, self.loss.reduction = self.loss.reduction, "sum"
         try:
             kind = kind_over_samples(self.loss, *batch)
@@ -77,14 +77,14 @@ class DistributedLoss:
         return {"sum": "mean", "unknown": "unknown"}.get(kind, "neither")
 
     def _warn(self) -> None:
-        """Warn where ranks score batches that are not parts of global ones."""
+        """Warn if ranks score batches that are not parts of global ones."""
         if not self._reduction.window.whole and not self._warned and world().rank == 0:
             what = "takes a mean over masked or weighted places of each rank's own batches: one process cuts others"
             warnings.warn(f"evaluation: the loss {self.loss.name} {what}, and has another mean of them", stacklevel=2)
         self._warned = True
 
     def _observed(self, *batch: Any) -> tuple[Any, Any]:
-        """Return (the loss' values before Keras reduces them, None where it reduces by itself; what it gives)."""
+        """Return (the loss' unreduced values, None if it reduces by itself; its result)."""
         unreduced: list[Any] = []
         call = self.loss.call
 
@@ -92,7 +92,7 @@ class DistributedLoss:
             unreduced.append(call(*args))
             return unreduced[-1]
 
-        # In the instance, so that the class' ``call`` is found again when it is deleted.
+        # Set on the instance, so that deleting it restores the class' ``call``.
         self.loss.call = observed
         try:
             value = self.loss(*batch)
@@ -102,7 +102,7 @@ class DistributedLoss:
 
 
 def share_losses(model: Any, reduction: Reduction, patches: Patches) -> None:
-    """Put ``DistributedLoss`` in place of the model's losses."""
+    """Replace the model's losses by ``DistributedLoss``."""
     owner = model._compile_loss
     if owner is None:
         return
@@ -129,7 +129,7 @@ def share_losses(model: Any, reduction: Reduction, patches: Patches) -> None:
 
 
 def check(model: Any) -> None:
-    """Raise ConfigError for a loss that no rank can take by itself."""
+    """Raise ConfigError for a loss that cannot be computed rank by rank."""
     for loss in keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None)):
         if isinstance(loss, keras.losses.Loss) and loss.reduction in (None, "none") and not _has_user_step(model):
             what = f"the loss {loss.name} has reduction=None, so that it is a vector"
@@ -137,11 +137,11 @@ def check(model: Any) -> None:
 
 
 def uncut(model: Any) -> bool:
-    """Return whether an evaluation's loss depends on where batches are cut: a sum, a mean by weight or under a mask."""
+    """Return whether an evaluation's loss depends on batch boundaries: a sum, a weighted or a masked mean."""
     owner = model._compile_loss
     built = owner is not None and owner.built
     losses = [entry.loss for entry in owner._flat_losses] if built else []
-    # Before the first batch Keras has not built them: then what ``compile`` was given.
+    # Keras builds them in the first batch; before, use the arguments of ``compile``.
     all_losses = [x.loss for x in losses] or keras.tree.flatten(getattr(owner, "_user_loss", None))
     reductions = {getattr(x, "reduction", None) for x in all_losses}
     return (
@@ -153,13 +153,13 @@ def uncut(model: Any) -> bool:
 
 
 def _masks(layer: Any) -> bool:
-    """Return whether the layer may make a mask: Keras' layers but these hand on the mask that they get."""
+    """Return whether the layer may make a mask: all but the layers of Keras that only pass one on."""
     user_mask = not type(layer).compute_mask.__module__.startswith("keras.")
     return user_mask or getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking)
 
 
 def needs_probe(model: Any) -> bool:
-    """Return whether there are losses that may not be means over samples: the user's, and some of Keras."""
+    """Return whether some losses may not be means over samples: the user's, and some of Keras."""
     user_losses = keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None))
     user_losses = [keras.losses.get(x) if isinstance(x, str) else x for x in user_losses]
     kinds = [
@@ -170,7 +170,7 @@ def needs_probe(model: Any) -> bool:
 
 
 def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any, Any]:
-    """Find out, by samples of ``batch``, whether losses are means or sums over samples; on all ranks together.
+    """Find out on samples of ``batch`` whether losses are means or sums over samples; on all ranks together.
 
     Rank 0 warns of a loss that is neither. Returns these samples' labels, predictions and weights.
     """
@@ -181,7 +181,7 @@ def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any,
     predicted = model(x, training=False) if model._call_has_training_arg else model(x)
     if owner is None:
         return y, predicted, weight
-    owner(y, predicted, weight)  # built, at the latest now
+    owner(y, predicted, weight)  # builds it, if it was not built before
     losses = [entry.loss for entry in owner._flat_losses]
     for loss in losses:
         loss.probing = True
@@ -193,7 +193,7 @@ def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any,
     messages = communicator.allgather_bytes(json.dumps([s.kind for s in losses]).encode())
     everyone = [json.loads(part) for part in messages]
     for loss, kinds in zip(losses, zip(*everyone, strict=True), strict=True):
-        # Ranks saw other samples: the surest answer holds, and mean against sum is neither.
+        # Ranks used different samples: take the most certain answer; mean on one and sum on another is neither.
         loss.kind = max(kinds, key=KINDS.index)
         if {"mean", "sum"} <= set(kinds):
             loss.kind = "neither"
@@ -227,12 +227,12 @@ def kind_over_samples(loss: Any, *batch: Any) -> str:
     whole = loss(*batch)
     try:
         first, last, both = part(slice(0, at)), part(slice(at, None)), float(keras.ops.sum(whole))
-    except Exception:  # pairs of samples, a batch of a fixed length
+    except Exception:  # it may need pairs of samples or a fixed batch size
         return "neither"
-    # On PyTorch Keras 3.15 takes some losses in 32 bits, whatever their type is afterwards.
+    # On PyTorch Keras 3.15 computes some losses in 32 bits, whatever dtype they return.
     bound = (1e-2 if "16" in keras.backend.standardize_dtype(whole.dtype) else 1e-5) * (abs(first) + abs(last))
     if not math.isfinite(both) or both == first == last == 0:
-        return "unknown"  # where a part alone is no number, as a mean over none of its samples, it is neither
+        return "unknown"  # if only a part is NaN, such as a mean over no samples, it is neither
     if abs(both - (at * first + (count - at) * last) / count) <= bound:
         return "mean"
     return "sum" if abs(both - first - last) <= bound else "neither"

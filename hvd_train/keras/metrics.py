@@ -1,9 +1,8 @@
-"""Metrics that count batches: the loss of each of several outputs, functions that give one number for a batch, and
-means to which a ``train_step`` of the user adds its losses.
+"""Metrics averaged over batches: losses of several outputs, functions with one value a batch, a user step's means.
 
-Keras takes their mean over batches, whatever number of samples a batch has. A rank's batch is a part of a global one.
-Law: what a rank adds counts by its share of the global batch's samples, so that the sums over ranks are those of one
-process. What gives a number for each sample needs nothing for it.
+Keras gives every batch equal weight, whatever its size, but a rank's batch is only a part of a global one. Law: each
+rank's value is weighted by its share of the global batch's samples, so that the sums over ranks are those of one
+process. Functions with a value for each sample need no correction.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FIX = "return one value a sample to have their mean"
 
 
 class BatchMean:
-    """Stands for ``update_state`` of a function that may give one number for a batch. ``kind``: see ``probe``."""
+    """Replaces ``update_state`` of a function that may return one number for a batch. ``kind``: see ``probe``."""
 
     def __init__(self, metric: Any, reduction: Reduction) -> None:
         self.metric, self._reduction = metric, reduction
@@ -35,7 +34,7 @@ class BatchMean:
         values = function(y_true, y_pred, **metric._fn_kwargs)
         weighted = sample_weight is not None or getattr(y_pred, "_keras_mask", None) is not None
         if self.probing:
-            mean = keras.ops.mean  # also of what is thought to be one value a sample
+            mean = keras.ops.mean  # also if it seems to return one value a sample
             self.kind = kind_over_samples(lambda *batch: mean(function(*batch, **metric._fn_kwargs)), y_true, y_pred)
         if tuple(values.shape) or weighted:
             metric._fn = lambda *args, **kwargs: values  # not computed twice
@@ -48,9 +47,9 @@ class BatchMean:
 
 
 def share_means(model: Any, reduction: Reduction, patches: Patches, main: bool) -> None:
-    """Change the metrics of ``model`` that count batches, as soon as Keras has built them.
+    """Patch the metrics of ``model`` that count batches, as soon as Keras has built them.
 
-    ``main``: this is rank 0, which warns of those that cannot be changed.
+    ``main``: this is rank 0, which warns of metrics that cannot be corrected.
     """
     losses, metrics = model._compile_loss, model._compile_metrics
 
@@ -63,7 +62,7 @@ def share_means(model: Any, reduction: Reduction, patches: Patches, main: bool) 
             if _is_function(metric):
                 patches.put(metric, "update_state", BatchMean(metric, reduction))
             elif main and getattr(metric, "_fn_kwargs", {}).get("axis") == 0:
-                # Keras' correlations along the samples of a batch.
+                # Keras' correlations over the samples of a batch.
                 what = f"the metric {metric.name} with axis=0 compares the samples of a batch"
                 warnings.warn(f"{what}: each rank takes it over its own part of a batch", stacklevel=2)
 
@@ -79,18 +78,18 @@ def share_means(model: Any, reduction: Reduction, patches: Patches, main: bool) 
 
 
 def counts_batches(model: Any) -> bool:
-    """Return whether a metric may count batches, so that what is scored must be cut into global ones."""
+    """Return whether a metric may count batches, so that evaluation must use global batches."""
     losses = model._compile_loss
     if losses is None or losses.built:
         several = losses is not None and bool(losses.metrics)
     else:
-        several = len(getattr(model, "outputs", None) or (None, None)) > 1  # nobody knows before the first batch
+        several = len(getattr(model, "outputs", None) or (None, None)) > 1  # None: unknown before the first batch
     user_step = not str(type(model).test_step.__module__).startswith("keras.")
     return several or user_step or len(_means(model)) > 1 or bool(functions(model))
 
 
 def _means(model: Any) -> list[Any]:
-    """Return the mean of the whole loss, and the user's means among the model's metrics."""
+    """Return the mean of the total loss, and the user's ``Mean`` metrics."""
     outputs = model._compile_loss.metrics if model._compile_loss is not None else []
     return [x for x in model.metrics if type(x) is keras.metrics.Mean and not any(x is y for y in outputs)]
 
@@ -106,14 +105,14 @@ def functions(model: Any) -> list[Any]:
 
 
 def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
-    """Warn on rank 0 of functions whose mean over what they give for a batch is not a mean over its samples.
+    """Warn on rank 0 of functions whose mean over a batch is not a mean over its samples.
 
     On all ranks together. ``batch``: labels, predictions and weights of a few samples.
     """
     owner = model._compile_metrics
     if owner is None or not functions(model):
         return
-    owner.update_state(*batch)  # built, at the latest now
+    owner.update_state(*batch)  # builds it, if it was not built before
     means = [x for x in (vars(m).get("update_state") for m in owner.metrics) if isinstance(x, BatchMean)]
     for each in means:
         each.probing = True
@@ -122,7 +121,7 @@ def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
     finally:
         for each in means:
             each.probing = False
-        # The probe's samples were counted: they are trained on later.
+        # The probe has counted its samples: reset, because they are trained on later.
         owner.reset_state()
     everyone = [json.loads(x) for x in communicator.allgather_bytes(json.dumps([x.kind for x in means]).encode())]
     for each, kinds in zip(means, zip(*everyone, strict=True), strict=True):
@@ -138,11 +137,11 @@ def _is_function(metric: Any) -> bool:
 
 
 def _tracking(tracker: Any, reduction: Reduction) -> Any:
-    """Make ``update_state`` of the mean that Keras keeps of one output's loss."""
+    """Make ``update_state`` for Keras' mean of one output's loss."""
     update = tracker.update_state
 
     def updated(value: Any, sample_weight: Any = None) -> None:
-        # Eagerly Keras counts samples, which needs nothing here. In a graph it counts samples or batches, depending on
+        # Eagerly Keras counts samples, which needs no correction. In a graph it counts samples or batches, depending on
         # whether this rank's batches have one length.
         if sample_weight is None or not reduction.eager():
             _add(tracker, value, reduction)
@@ -153,7 +152,7 @@ def _tracking(tracker: Any, reduction: Reduction) -> Any:
 
 
 def _of_batches(tracker: Any, reduction: Reduction) -> Any:
-    """Make ``update_state`` of a mean, which counts a batch where it gets one number without a weight."""
+    """Make ``update_state`` for a mean that counts a batch if it gets one number without a weight."""
     update = tracker.update_state
 
     def updated(values: Any, sample_weight: Any = None) -> None:

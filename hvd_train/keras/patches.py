@@ -1,4 +1,4 @@
-"""The changes that ``hk.distribute`` makes in a model and its optimizers, and which optimizers a model has."""
+"""The changes that ``hk.distribute`` makes to a model and its optimizers, and the list of these optimizers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MARK = "_hvd_train"  # an attribute of a model, and of its optimizer
 
 
 class Patches:
-    """The attributes that ``hk.distribute`` sets in instances, never in their classes, and the way back.
+    """Attributes that ``hk.distribute`` sets on instances, never on classes, and how to undo this.
 
-    ``compiled``: an object that each ``compile`` makes anew. ``fits``: calls of ``fit`` so far. ``optimizers``: those
-    that a loop of the script applies itself.
+    ``compiled``: an object that each ``compile`` replaces. ``fits``: calls of ``fit`` so far. ``optimizers``: those
+    that a script's loop applies.
     """
 
     def __init__(self, compiled: Any, fits: int = 0, optimizers: Sequence[Any] = ()) -> None:
@@ -27,7 +27,7 @@ class Patches:
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of this instance."""
-        # An attribute of the class shows again when the instance's is deleted.
+        # The class' attribute reappears when the instance's is deleted.
         if name in vars(owner):
             self.on_undo(setattr, owner, name, vars(owner)[name])
         else:
@@ -38,8 +38,8 @@ class Patches:
 def optimizers_of(model: Any) -> list[Any]:
     """Return the optimizers of a model.
 
-    Those given to ``hk.distribute`` or the one given to ``compile`` come first, then those in attributes of the model,
-    also in their lists and dicts.
+    First those passed to ``hk.distribute`` or ``compile``, then those in attributes of the model, also in lists and
+    dicts.
     """
     patches = getattr(model, MARK, None)
     optimizers = [*(patches.optimizers if patches else ()), getattr(model, "optimizer", None)]
@@ -51,7 +51,7 @@ def optimizers_of(model: Any) -> list[Any]:
 
 
 def with_rates(optimizers: Sequence[Any]) -> list[Any]:
-    """Return those within them that have a learning rate: loss scaling has an inner one, a MultiOptimizer several."""
+    """Return those with a learning rate: the inner one of loss scaling, several of a MultiOptimizer."""
     inner = [getattr(x, "inner_optimizer", x) for x in optimizers]
     several = [x for each in inner for x in getattr(each, "optimizers", [each])]
     return list({id(x): x for x in several}.values())

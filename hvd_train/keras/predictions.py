@@ -1,4 +1,4 @@
-"""Predictions of all ranks, joined in rank order."""
+"""Predictions of all ranks, concatenated in rank order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hvd_train.protocol import Communicator
 
 
 def gather_rows(rows: np.ndarray, world: Communicator) -> np.ndarray:
-    """Return the ranks' rows, one rank's after the other's. Raises on all ranks where they are not of one shape."""
+    """Concatenate the ranks' rows in rank order. Raises on all ranks if their shapes do not match."""
     texts = rows.dtype.hasobject
     rows = np.ascontiguousarray(rows.astype("S") if texts else rows)
     head = json.dumps([list(rows.shape), rows.dtype.itemsize]).encode()
     parts = []
-    # [shape, bytes an entry] as a line of JSON, then the rows: ranks may have unequal numbers of them.
+    # [shape, bytes an entry] as a line of JSON, then the rows: ranks may have different numbers of them.
     for part in world.allgather_bytes(head + b"\n" + rows.tobytes()):
         at = part.index(b"\n") + 1
         shape, width = json.loads(part[:at])

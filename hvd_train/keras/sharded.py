@@ -1,7 +1,7 @@
-"""A user's Keras optimizer divided over the ranks: each keeps the slots of its part of the weights (ZeRO, stage 1).
+"""A user's Keras optimizer, sharded: each rank keeps the slots of its part of the weights (ZeRO, stage 1).
 
-Gradients are whole on all ranks, as without it: loss scaling, clipping, accumulation, moving averages and constraints
-stay as they are. Only ``update_step`` runs over flat pieces of the variables, and the ranks gather the new weights.
+Gradients are whole on all ranks, so loss scaling, clipping, accumulation, moving averages and constraints do not
+change. Only ``update_step`` runs on flat pieces of the variables, and the ranks gather the new weights.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hvd_train.script.broadcast import broadcast_parts
 from hvd_train.update.buckets import plan
 from hvd_train.update.sharded import part_sizes, pieces
 
-WIRE = ("float16", "float32", "float64")  # what Horovod gathers; other types travel as float32
-# Attributes that hold a variable for each weight and stay whole: copies of weights and of gradients.
+WIRE = ("float16", "float32", "float64")  # dtypes that Horovod gathers; others travel as float32
+# Attributes with a variable for each weight that are not divided: copies of weights and of gradients.
 WHOLE = ("_variables", "_trainable_variables", "_accumulated_gradients", "_model_variables_moving_average")
 
 
 class Part(NamedTuple):
-    """The entries [first, last) of a flat variable that are this rank's to move, and where an optimizer moves them.
+    """The entries [first, last) of a flat variable that this rank updates, and a variable for the optimizer to update.
 
     ``bounds``: of all ranks.
     """
@@ -45,9 +45,9 @@ class Part(NamedTuple):
 
 
 class ShardedUpdate:
-    """The updates and the slots of ``optimizer``, the one that has them: the inner one of loss scaling.
+    """The sharded update and slots of ``optimizer``; with loss scaling, of the inner one.
 
-    The instance is changed, its class is not. It is divided when it is built, or at its first step.
+    Only the instance is patched. It is divided when it is built, or at its first step.
     """
 
     _count: ClassVar = count()
@@ -55,18 +55,18 @@ class ShardedUpdate:
     def __init__(self, outer: Any, communicator: Communicator, backend: Any, patches: Patches) -> None:
         self._outer, self.optimizer = outer, getattr(outer, "inner_optimizer", outer)
         self._communicator, self._backend, self._patches = communicator, backend, patches
-        self._number = next(self._count)  # scripts distribute optimizers in one order on all ranks
+        self._number = next(self._count)  # scripts distribute optimizers in the same order on all ranks
         self._parts: list[Part] = []
         self._buckets: tuple[tuple[int, ...], ...] = ()
-        self._index: dict[Any, int] = {}  # by the key of a part's variable
+        self._index: dict[Any, int] = {}  # {key of a part's variable: number of the whole one}
         self.slots: dict[int, tuple[Any, Part]] = {}  # by id: this rank's pieces
-        self._loaded: tuple[int, list[np.ndarray]] | None = None  # whole slots that rank 0 has read, and its steps then
+        self._loaded: tuple[int, list[np.ndarray]] | None = None  # steps and whole slots when rank 0 loaded them
         self._held: list[np.ndarray] | None = None  # whole slots, while rank 0 saves
         apply = outer.apply
 
         def divided_first(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
             if not self._parts:
-                with backend.lifted():  # out of the graph of the first step
+                with backend.lifted():  # outside the graph of the first step
                     if not outer.built:
                         outer.build(list(trainable_variables))
                     self._divide()
@@ -76,10 +76,10 @@ class ShardedUpdate:
             self._divide()
         patches.put(outer, "apply", backend.untouched(divided_first))
 
-    # ---- which entries are whose
+    # ---- dividing the slots
 
     def _divide(self) -> None:
-        """Keep this rank's pieces of whole slots."""
+        """Replace whole slots by this rank's pieces."""
         optimizer, size, rank = self.optimizer, self._communicator.size, self._communicator.rank
         variables = list(optimizer._trainable_variables)
         specs = [TensorSpec(v.path, tuple(v.shape), _wire(v)) for v in variables]
@@ -104,7 +104,7 @@ class ShardedUpdate:
         self._patch()
 
     def _check_rest(self) -> None:
-        """Raise ConfigError where slots are kept in another way than in lists, one for each variable."""
+        """Raise ConfigError if slots are not kept in lists with one for each variable."""
         whole = {id(v) for name in WHOLE[1:] for v in getattr(self.optimizer, name, None) or ()}
         rest = [v for v in self.optimizer._variables if id(v) not in self.slots and id(v) not in whole and len(v.shape)]
         if rest:
@@ -113,7 +113,7 @@ class ShardedUpdate:
             raise ConfigError(what, where="hk.distribute(sharded=True)", fix="leave sharded=True out", common=True)
 
     def _lists(self) -> dict[str, list[Any]]:
-        """Return the optimizer's lists of slots, one for each variable or None, by attribute."""
+        """Return {attribute: list of slots, one for each variable or None}."""
         shapes = [tuple(part.variable.shape) for part in self._parts]
         lists = {name: x for name, x in vars(self.optimizer).items() if isinstance(x, list) and name not in WHOLE}
         return {
@@ -134,13 +134,13 @@ class ShardedUpdate:
         return made
 
     def _put(self, name: str, before: list[Any], after: list[Any]) -> None:
-        """Put other variables in the place of an attribute's, also among all of the optimizer's."""
+        """Replace the variables in an attribute, and in the list of all the optimizer's variables."""
         tracked = {id(v): k for k, v in enumerate(self.optimizer._variables)}
         for old, new in zip(before, after, strict=True):
             if old is not None:
                 self.optimizer._variables[tracked[id(old)]] = new
         if hasattr(self.optimizer._variables, "_last_wrapped_list_snapshot"):
-            # TensorFlow's list keeps what was in it before the first change, and so the memory of whole slots.
+            # TensorFlow's list keeps its first content, and so the memory of whole slots.
             self.optimizer._variables._last_wrapped_list_snapshot = list(self.optimizer._variables)
         # Keras must not track them once more, and TensorFlow must: it keeps what an attribute held before.
         with DotNotTrackScope():
@@ -156,7 +156,7 @@ class ShardedUpdate:
 
         def use_weight_decay(variable: Any) -> bool:
             i = self._index.get(optimizer._var_key(variable))
-            if i is not None:  # its name and what is excluded are the whole variable's
+            if i is not None:  # use the whole variable: its name, and whether it is excluded
                 whole = self._parts[i].variable
                 variable = whole if isinstance(variable, keras.Variable) else whole.value
             return kind._use_weight_decay(optimizer, variable)
@@ -164,7 +164,7 @@ class ShardedUpdate:
         self._patches.on_undo(self._undo)
         put(optimizer, "_get_variable_index", index)
         put(optimizer, "_use_weight_decay", use_weight_decay)
-        put(optimizer, "_apply_weight_decay", lambda variables: None)  # of parts, in the update
+        put(optimizer, "_apply_weight_decay", lambda variables: None)  # applied to parts, in the update
         put(optimizer, "_backend_update_step", self._backend.untouched(self._update))
         for owner in {id(x): x for x in (optimizer, self._outer)}.values():
             put(owner, "save_own_variables", lambda store, owner=owner: self._save(owner, store))
@@ -176,7 +176,7 @@ class ShardedUpdate:
         optimizer, kind = self.optimizer, type(self.optimizer)
         positions = [optimizer._get_variable_index(v) for v in variables]
         pairs = [(self._parts[i], g) for i, g in zip(positions, grads, strict=True)]
-        # Formulas with a number for all variables, as Nadam's, move it on every rank: one part at least, if empty.
+        # Some formulas, such as Nadam's, update a number for all variables on every rank: keep one part, if empty.
         pairs = [pair for pair in pairs if pair[0].last > pair[0].first] or pairs[:1]
         weights = [part.weight for part, _ in pairs]
         for part, _ in pairs:
@@ -187,7 +187,7 @@ class ShardedUpdate:
         self._gather(set(positions))
 
     def _gather(self, moved: set[int]) -> None:
-        """Collect the weights that the ranks have moved. ``moved``: of the step, the same on all ranks."""
+        """Gather the updated weights of all ranks. ``moved``: updated in this step, the same on all ranks."""
         started = []
         for b, members in enumerate(self._buckets):
             if moved.isdisjoint(members):
@@ -212,8 +212,8 @@ class ShardedUpdate:
     # ---- state
 
     def whole(self, everywhere: bool) -> list[np.ndarray]:
-        """Return whole slots in the order of ``slots``, on rank 0 or on all ranks; on all ranks together."""
-        # Its name is what a user reads where a rank does not come.
+        """Return whole slots in the order of ``slots``, on rank 0 or ``everywhere``; all ranks call it."""
+        # A user reads this name in the error if a rank does not call it.
         self._communicator.allgather_bytes(b"", "slots_of_a_sharded_optimizer_which_all_ranks_must_save")
         local = b"".join(np.ascontiguousarray(to_numpy(v)).tobytes() for v, _ in self.slots.values())
         received = [memoryview(part) for part in self._communicator.gather_bytes(local)]
@@ -234,7 +234,7 @@ class ShardedUpdate:
         return [np.frombuffer(x, kind).reshape(shape) for x, (kind, shape) in zip(parts, kinds, strict=True)]
 
     def hold(self) -> None:
-        """Collect whole slots for what rank 0 is about to save; on all ranks together."""
+        """Collect whole slots before rank 0 saves; on all ranks together."""
         self._held = self.whole(everywhere=False)
 
     def release(self) -> None:
@@ -267,16 +267,16 @@ class ShardedUpdate:
             slot.assign(array.reshape(-1)[part.first : part.last])
 
     def take_from_rank_0(self) -> None:
-        """Give all ranks their pieces of what rank 0 alone may have loaded, as a backup; on all ranks together."""
+        """Give all ranks their pieces of the slots that only rank 0 may have loaded; on all ranks together."""
         steps, arrays = self._loaded or (-1, [])
         self._loaded = None
-        # Steps since then have moved what was loaded.
+        # Steps since then have updated what was loaded.
         new = bool(arrays) and steps == int(to_numpy(self.optimizer._iterations))
         if self._communicator.broadcast_bytes(bytes([new])) == bytes([1]):
             self._take(self._from_rank_0(arrays))
 
     def _undo(self) -> None:
-        """Give the optimizer its whole slots back, before it is distributed anew; on all ranks together."""
+        """Restore the optimizer's whole slots, before it is distributed again; on all ranks together."""
         whole = dict(zip(self.slots, self.whole(everywhere=True), strict=True))
         for name, held in vars(self.optimizer).copy().items():
             if isinstance(held, list) and name != "_variables" and any(id(x) in whole for x in held):

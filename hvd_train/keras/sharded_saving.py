@@ -1,4 +1,4 @@
-"""Saving a model with sharded optimizers: the ranks send their parts of the slots, and rank 0 writes whole ones."""
+"""Save a model with sharded optimizers: the ranks send their parts of the slots, and rank 0 writes whole ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_train.keras.patches import Patches
 from hvd_train.keras.sharded import ShardedUpdate
 from hvd_train.protocol import Communicator
 
-SAVE, END = b"save", b"end"  # what rank 0 says in its turn
+SAVE, END = b"save", b"end"  # messages of rank 0 to the others
 
 
 class SharedSaving:
@@ -44,7 +44,7 @@ class SharedSaving:
         return collected
 
     def turns(self, callbacks: Any) -> list[Any]:
-        """Return callbacks, with those that save models as turns of all ranks."""
+        """Wrap callbacks that save models, so that all ranks take part."""
         held = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks or []
         chosen = keras.tree.flatten(held)
         if any(type(c).__name__ == "OrbaxCheckpoint" for c in chosen):
@@ -55,7 +55,7 @@ class SharedSaving:
 
 
 class SavingTurn(keras.callbacks.Callback):
-    """A callback that saves, of which rank 0's acts; whenever it saves, the others send their parts of the slots."""
+    """A callback that saves on rank 0; whenever it does, the others send their parts of the slots."""
 
     def __init__(self, saver: Any, world: Communicator, state: SharedSaving) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class SavingTurn(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if getattr(self._saver, "save_freq", "epoch") != "epoch":
             self._turn("on_train_batch_end", batch, logs)
-        elif not self._world.rank:  # it saves nothing now
+        elif not self._world.rank:  # it does not save now
             self._saver.on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

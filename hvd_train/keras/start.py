@@ -1,4 +1,4 @@
-"""The start of distributed training of a model, which needs the model's weights."""
+"""Begin distributed training of a model that has its weights."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hvd_train.protocol import Communicator, Compressor
 from hvd_train.script.record import recording
 from hvd_train.script.slow_rank import SlowRankReport
 
-scaled: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose learning rate was multiplied, which is done once
+scaled: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose learning rate has been scaled, once
 
 
 @dataclass
 class Start:
-    """A model and its optimizers, about to be distributed. ``arguments``: those of ``hk.distribute``, by name."""
+    """A model and its optimizers, about to be distributed. ``arguments``: of ``hk.distribute``, by name."""
 
     model: Any
     optimizers: list[Any]
@@ -45,13 +45,13 @@ class Start:
     where: str
 
     def begin(self) -> None:
-        """Change the model and its optimizers, and give all ranks rank 0's state; on all ranks together."""
+        """Patch the model and its optimizers, and give all ranks rank 0's state; on all ranks together."""
         model, communicator, patches = self.model, self.communicator, self.patches
         optimizer, *others = self.optimizers
-        # With several optimizers nobody knows yet which variables are whose.
+        # With several optimizers, it is not known yet which variables belong to which.
         if not optimizer.built and not others:
             optimizer.build(model.trainable_variables)
-        # Before anything is changed or sent: with other shapes the first broadcast would fail.
+        # Before anything is changed or sent: with different shapes the first broadcast would fail.
         agree(communicator, _facts(model, self.arguments))
         layers.agree_on_settings(model, communicator)
         if self.arguments["lr_scaling"] == "linear":
@@ -63,7 +63,7 @@ class Start:
             if communicator.rank == 0:
                 warnings.warn("jit_compile is off: a compiled graph cannot hold a transfer between ranks", stacklevel=3)
         apart = not self.exchange.spec.gradients
-        # Gradients that stay on their rank are not compressed.
+        # Gradients that stay local are not compressed.
         kind, compressor = (LocalReduction, Uncompressed()) if apart else (Reduction, self.compressor)
         reduction = kind(model.trainable_variables, compressor, communicator, self.backend)
         connect(optimizer, reduction, self.backend, patches)
@@ -102,7 +102,7 @@ class Start:
 def _facts(model: Any, arguments: dict[str, Any]) -> dict[str, str]:
     """Return {name: text} of everything that must be equal on all ranks.
 
-    Without Keras' numbers of layers, which differ where one rank has built another model before.
+    Keras' numbers of layers are left out: they differ if one rank has built another model before.
     """
     paths = [re.sub(r"_\d+(?=/)", "", v.path) for v in model.variables]
     facts = {

@@ -1,4 +1,4 @@
-"""Changes that ``hvd-train verify`` makes in a Keras script, and the record that it takes."""
+"""Changes that ``hvd-train verify`` makes in a Keras script, and what it records."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _models = 0
 
 
 def prepare() -> None:
-    """Set 64 bits and a seed, before the script makes anything."""
+    """Set 64 bits and a seed, before the script creates anything."""
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(SEED)
 
 
 def add(model: Any, recording: Recording) -> None:
-    """Record a model of the script, which is distributed now."""
+    """Record a model of the script, which has just been distributed."""
     recording.norm_fix = "keras.layers.GroupNormalization in its place does not depend on the ranks"
     global _models
     prefix = f"model{_models}/" * (_models > 0)
@@ -32,7 +32,7 @@ def add(model: Any, recording: Recording) -> None:
             if isinstance(getattr(layer, name, None), float):
                 setattr(layer, name, 0.0)
     for name in SAVING:
-        # Past Keras' own __setattr__, which would track it as a part of the model.
+        # Bypass Keras' __setattr__, which would track it as a part of the model.
         object.__setattr__(model, name, lambda *args, **kwargs: None)
     recording.note("dropout and noise layers are off: what they draw depends on the rank")
     if keras.backend.backend() == "torch":
@@ -45,7 +45,7 @@ def add(model: Any, recording: Recording) -> None:
             if value.dtype.kind == "f" or v.trainable:
                 kind = "weights" if v.trainable else "statistics"
                 key = f"{kind}/{prefix}{v.path}"
-                # Two layers may have one name.
+                # Two layers may have the same name.
                 arrays[f"{key} {len(arrays)}" if key in arrays else key] = value
         return arrays
 

@@ -1,1 +1,1 @@
-"""Ways to train in parallel, tried side by side: ``hvd-train modes``."""
+"""Compare ways to train in parallel: ``hvd-train modes``."""

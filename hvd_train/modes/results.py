@@ -1,4 +1,4 @@
-"""The table and the picture of ways to train."""
+"""The table and the plot of the compared ways to train."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hvd_train.report.plots import losses
 from hvd_train.report.tables import table
 from hvd_train.update.buckets import SMALL
 
-LAST = 0.25  # of the samples, over which a loss is a mean: that of a batch is too noisy
+LAST = 0.25  # the part of the samples over which losses are averaged: one batch is too noisy
 
 
 def loss_after(one: Result, samples: float) -> float:
-    """Return the mean loss of the last quarter before so many samples."""
+    """Return the mean loss over the last quarter of the first ``samples`` samples."""
     within = [loss for at, loss in one.curve if (1 - LAST) * samples < at <= samples]
-    # A line that began before and ended behind is better than none.
+    # If no logged point is in it, take the next one.
     return sum(within) / len(within) if within else next(loss for at, loss in one.curve if at >= samples)
 
 
 def header_and_rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """Return the table: losses after the samples and the seconds that all ways have reached."""
+    """Return the table, with the losses after the samples and the seconds that all ways have reached."""
     ran = [one for one in results if not one.problem]
     samples = min(one.samples for one in ran)
     seconds = min(one.samples * one.seconds_per_sample for one in ran)
@@ -45,7 +45,7 @@ def header_and_rows(results: Sequence[Result]) -> tuple[list[str], list[list[str
 
 
 def size(count: float) -> str:
-    """Return a number of bytes with its unit."""
+    """Format a number of bytes with its unit."""
     for unit in ("B", "kB", "MB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -58,12 +58,12 @@ def milliseconds(value: float) -> str:
 
 
 def notes(results: Sequence[Result], config: Config, limits: Limits) -> list[str]:
-    """Return what the reader must know of this table."""
+    """Return explanations and warnings about the table."""
     lines = [
         "sent: by the rank that sends most; memory: of the rank that takes most; "
         f"{amount(limits.turns, 'turn')}, median; a loss is the mean over the last quarter of the samples"
     ]
-    # A quarter of the steps warms up.
+    # A quarter of the steps is warm-up.
     rare = [one for one in results if not one.problem and 2 * one.way.interval(config) > limits.steps]
     if rare:
         listed = ", ".join(f"{one.way.name} ({one.way.interval(config)})" for one in rare)
@@ -75,7 +75,7 @@ def notes(results: Sequence[Result], config: Config, limits: Limits) -> list[str
 
 
 def _uncompressed(results: Sequence[Result]) -> list[Result]:
-    """Return the ways with a compressor that send as much as the same way without it."""
+    """Return the ways whose compressor sends as many bytes as the same way without it."""
     ran = [one for one in results if not one.problem]
     plain = {_without_compression(one.way): one.middle("sent") for one in ran if one.way.compression == PLAIN}
     compressed = [one for one in ran if one.way.compression != PLAIN]
@@ -87,7 +87,7 @@ def _uncompressed(results: Sequence[Result]) -> list[Result]:
 
 
 def _without_compression(way: Way) -> tuple[object, ...]:
-    """Return what a way is, apart from its compressor."""
+    """Return the settings of a way except its compressor."""
     return way.mode, way.sharded, way.pipeline
 
 
@@ -96,7 +96,7 @@ def text(results: Sequence[Result], config: Config, limits: Limits) -> str:
 
 
 def picture(results: Sequence[Result], path: Path) -> None:
-    """Draw the losses over samples and over seconds."""
+    """Plot the losses over samples and over seconds."""
     ran = [one for one in results if not one.problem]
     curves = {one.way.name: [(at, loss_after(one, at)) for at, _ in one.curve] for one in ran}
     losses(curves, {one.way.name: one.seconds_per_sample for one in ran}, path)

@@ -1,4 +1,4 @@
-"""Train in each way for a short while, in turns, each time with ranks of its own."""
+"""Train in each way for a short while, in turns, with new ranks each time."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from hvd_train.launch.launchers.installed import python
 from hvd_train.modes.ways import Way
 from hvd_train.run_folder import jsonl
 
-LINES = 24  # of the log in a training, each a point of its curve
+LINES = 24  # log lines of a training, each a point of its curve
 
-# The words of a command that each rank runs -> the line that starts the ranks, its environment.
+# The words of a command for each rank -> (command that starts the ranks, its environment).
 Start = Callable[[list[str]], tuple[list[str], dict[str, str]]]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The length of a training: ``steps`` at most, and ``seconds``, 0: however long they take; how many turns."""
+    """The length of a training: at most ``steps``, and at most ``seconds`` (0: no limit); the number of turns."""
 
     steps: int
     seconds: float = 0.0
@@ -37,10 +37,10 @@ class Limits:
 
 @dataclass
 class Result:
-    """The measurements of a way; ``problem``: why it cannot run, with the exit code of the command.
+    """The measurements of a way; ``problem``: why it cannot run; ``code``: the exit code of its command.
 
-    ``figures``: of each turn, as ``jobs/measure.py`` writes them; ``curve``: (samples of all ranks, mean loss since
-    the point before) of the longest turn.
+    ``figures``: of each turn, as ``jobs/measure.py`` writes them; ``curve``: (samples of all ranks, mean loss since the
+    previous point) of the longest turn.
     """
 
     way: Way
@@ -63,7 +63,7 @@ class Result:
 
 
 def on_ranks(words: Sequence[str]) -> Start:
-    """Start ranks with these options of ``fit``, as ``-np 2``."""
+    """Return a function that starts ranks with these options of ``fit``, such as ``-np 2``."""
 
     def start(measured: list[str]) -> tuple[list[str], dict[str, str]]:
         return [*python("hvd_train"), *measured, *words], dict(os.environ)
@@ -73,9 +73,9 @@ def on_ranks(words: Sequence[str]) -> Start:
 
 @contextmanager
 def folder_of(config: Config, shared: bool) -> Iterator[Path]:
-    """Yield a folder for what ranks read and write, which is deleted behind it.
+    """Yield a temporary folder for the ranks' files.
 
-    ``shared``: other hosts see it too, as they see the run folder, beside which it lies.
+    ``shared``: make it next to the run folder, so that other hosts see it too.
     """
     beside = Path(config.run_dir).absolute().parent
     created = [path for path in (beside, *beside.parents) if not path.exists()] if shared else []
@@ -91,7 +91,7 @@ def folder_of(config: Config, shared: bool) -> Iterator[Path]:
 
 
 def trial(config: Config, way: Way, ranks: int, limits: Limits, run_dir: Path) -> Config:
-    """Return the configuration of a short training that leaves nothing but its log. Raises ConfigError."""
+    """Return the configuration of a short training that writes only its log. Raises ConfigError."""
     data = way.keys(config, ranks)
     data |= {"max_steps": limits.steps, "max_epochs": None, "early_stopping": None, "swa": None, "hooks": []}
     data |= {"tensorboard": False, "loggers": []}
@@ -112,9 +112,9 @@ def measure(
     folder: Path,
     report: Callable[[str], None],
 ) -> list[Result]:
-    """Train in each way, in turns, with everything in ``folder``; ``report`` is called with a line for each training.
+    """Train in each way, in turns, with all files in ``folder``; ``report`` gets a line for each training.
 
-    Raises SystemExit where a signal has stopped a training, and ConfigError where no way can run.
+    Raises SystemExit if a signal has stopped a training, and ConfigError if no way can run.
     """
     results = [Result(way) for way in ways]
     for turn in range(limits.turns):
@@ -137,7 +137,7 @@ def measure(
 
 
 def _train(one: Result, config: Config, limits: Limits, start: Start, folder: Path) -> None:
-    """Train once, and add what was measured to the result."""
+    """Train once, and add the measurements to the result."""
     file, output, log = (folder / name for name in ("trial.yaml", "figures.json", "output.log"))
     file.write_text(resolved_yaml(config))
     words = ["measure", "-c", str(file), "--seconds", f"{limits.seconds:g}", "-o", str(output)]
@@ -151,7 +151,7 @@ def _train(one: Result, config: Config, limits: Limits, start: Start, folder: Pa
     for row in jsonl.read(Path(config.run_dir))[0]:
         if row["event"] == "train":
             samples += row["samples"]
-            if row["loss"] is not None:  # null: it is not finite, and the step was left out
+            if row["loss"] is not None:  # null: the loss was not finite, and the step was skipped
                 curve.append((samples, row["loss"]))
     if figures["ms"] is None or not curve:
         one.problem, one.code = "it ended before anything was measured; give more --steps or --seconds", 2

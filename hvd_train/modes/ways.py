@@ -1,4 +1,4 @@
-"""The ways to train in parallel that are compared, made of the tables of modes and compressors."""
+"""The ways to train in parallel that are compared, from the tables of modes and compressors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hvd_train.config.names import did_you_mean
 from hvd_train.errors import ConfigError
 
 SYNCHRONOUS, SHARDED, PIPELINE, PLAIN = "synchronous", "sharded", "pipeline", "none"
-WITH_CHANGES = "int8"  # of what travels instead of gradients
+WITH_CHANGES = "int8"  # compressor for modes that exchange weight changes instead of gradients
 WORDS = (SYNCHRONOUS, SHARDED, *(name for name in COMPRESSORS if name != PLAIN), *MODES, PIPELINE)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train: an update, a compressor, an optimizer's slots divided or not, one model on several ranks."""
+    """A way to train: a mode, a compressor, with or without sharded optimizer or pipeline."""
 
     name: str
     mode: str = ALLREDUCE
@@ -33,14 +33,14 @@ class Way:
         return "no" if not MODES[self.mode].exact else "yes" if self.compression == PLAIN else "nearly"
 
     def interval(self, config: Config) -> int:
-        """Return after how many steps the ranks join."""
+        """Return the number of steps between two synchronizations."""
         key = MODES[self.mode].interval
         return getattr(config.exchange, key) if key else 1
 
     def keys(self, config: Config, ranks: int) -> dict[str, Any]:
-        """Return the keys of this way: those of ``config``, without what belongs to other ways.
+        """Return the configuration of this way: ``config`` without the options of other ways.
 
-        The step's batch is the same in all ways, also where several ranks hold one model.
+        All ways have the same global batch, also if several ranks hold one model.
         """
         data: dict[str, Any] = config.model_dump(mode="json")
         used = {*MODES[self.mode].options, *COMPRESSORS[self.compression].options}
@@ -59,12 +59,12 @@ class Way:
 
 
 def stages(ranks: int) -> int:
-    """Return the smallest number of stages, above 1, that divides the ranks."""
+    """Return the smallest number of stages above 1 that divides the ranks."""
     return next(count for count in range(2, ranks + 1) if ranks % count == 0)
 
 
 def standard() -> list[str]:
-    """Return the names of all ways that are compared if none are named."""
+    """Return the names of the ways that are compared by default."""
     names = [SYNCHRONOUS, SHARDED, *(name for name, one in COMPRESSORS.items() if one.compared)]
     for mode, one in MODES.items():
         if mode != ALLREDUCE:
@@ -73,7 +73,7 @@ def standard() -> list[str]:
 
 
 def way(name: str) -> Way:
-    """Return the way of a name: a word, or several that go together, as ``outer+topk``. Raises ConfigError."""
+    """Return the way with this name: a word, or several, such as ``outer+topk``. Raises ConfigError."""
     fields: dict[str, Any] = {}
     for word in name.split("+"):
         if word not in WORDS:
@@ -88,7 +88,7 @@ def way(name: str) -> Way:
 
 
 def ways(names: str | None, ranks: int) -> Sequence[Way]:
-    """Return the ways of a list with commas, without one the standard ones. Raises ConfigError."""
+    """Return the ways in a comma-separated list, or the default ones. Raises ConfigError."""
     if ranks < 2:
         raise ConfigError("ranks have nothing to exchange alone", where="-np", fix="give -np 2, or more")
     return [way(name) for name in dict.fromkeys(names.split(",") if names else standard())]

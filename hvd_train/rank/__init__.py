@@ -1,1 +1,1 @@
-"""One process as a rank."""
+"""Run a process as a rank."""

@@ -1,4 +1,4 @@
-"""One rank: its cores and settings, its framework, the world that it joins, and how it leaves."""
+"""Run this process as a rank: its cores and settings, its framework, joining and leaving the world."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvd_train.launch.status import StatusSlot
 from hvd_train.launch.world import World
 from hvd_train.protocol import Communicator, CommunicatorModule, FrontEndModule, Groups, StageLinks
 
-if TYPE_CHECKING:  # mypy says here where a front-end breaks the contract
+if TYPE_CHECKING:  # mypy reports here if a front-end breaks the contract
     from hvd_train.frontends.pytorch import communicator, model
     from hvd_train.frontends.tensorflow import communicator as tf_communicator
     from hvd_train.frontends.tensorflow import model as tf_model
@@ -37,10 +37,10 @@ IDLE = "HOROVOD_IDLE_WAIT_MS"  # see launch/environment.py
 
 @dataclass
 class Session:
-    """One rank of a world, alone in a world of one as long as it is not opened.
+    """This process as a rank; a world of one until it is opened.
 
-    ``module``: its front-end; ``world``: its place, as the launcher says; ``threads``: its share of the cores;
-    ``settings``: what it runs with (launcher, threads, environment, and who chose each).
+    ``module``: its front-end; ``world``: the launcher's ranks; ``threads``: its share of the cores; ``settings``:
+    launcher, threads, environment, and who chose each.
     """
 
     module: FrontEndModule
@@ -50,20 +50,20 @@ class Session:
     threads: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     links: StageLinks | None = None  # to the other stages of a pipeline
-    traffic: Traffic | None = None  # which counts what this rank sends
+    traffic: Traffic | None = None  # counts the bytes that this rank sends
 
     @classmethod
     def prepare(
         cls, framework: str, wanted_threads: int | str = "auto", verbose: bool = False, user_process: bool = False
     ) -> Session:
-        """Set what frameworks and Horovod read when they load, where the user has set nothing; load the framework.
+        """Set what frameworks and Horovod read while they load, unless the user has; then load the framework.
 
-        In that order, and before the world is opened. ``user_process``: the process is a script of the user's, whose
-        framework keeps its own number of threads and loads all that such a script may use.
+        Call it before the world is opened. ``user_process``: the process is a user's script, whose framework keeps its
+        number of threads and loads all modules that the script may use.
         """
         here = world()
         rendezvous.prepare(here)
-        if named(here.launcher).opens_terminals:  # it says nothing about where the output goes
+        if named(here.launcher).opens_terminals:  # this launcher does not tell where the output goes
             os.environ.setdefault("HVD_TRAIN_TERMINAL", "0")
         count, environment = prepare_rank(here, framework, wanted_threads, verbose)
         settings = {
@@ -82,9 +82,9 @@ class Session:
         return cls(module, Serial(), framework, here, count, settings)
 
     def open(self, part: Any = None, stages: int = 1) -> Communicator:
-        """Join the world that the launcher started, or ``part`` of it, mpi4py's communicator of some of its ranks.
+        """Join the launcher's world, or ``part`` of it, mpi4py's communicator of some of its ranks.
 
-        A rank alone is a world of one, which needs no Horovod. ``stages``: of a pipeline, into which ranks are divided.
+        A single rank needs no Horovod. ``stages``: of the pipeline into which ranks are divided.
         """
         size = self.world.size if part is None else part.size
         if size % stages:
@@ -98,7 +98,7 @@ class Session:
             communicator.stages = stages
             self._wake_often()
         communicator.open()
-        if part is not None:  # GPUs are the host's, whatever part of its ranks this is
+        if part is not None:  # GPUs belong to the host, whatever part of its ranks this is
             communicator.local_rank, communicator.local_size = self.world.local_rank, self.world.local_size
             self.settings = self.settings | {"ranks": size}
         self.communicator = communicator
@@ -109,9 +109,9 @@ class Session:
         return communicator
 
     def _wake_often(self) -> None:
-        """Let Horovod's thread wake every millisecond where it has nothing to exchange, if the user did not choose.
+        """Make Horovod's idle thread wake every millisecond, unless the user has set an interval.
 
-        Ranks of one stage wait in each exchange for the threads of all ranks, and those of another stage may sleep.
+        Each exchange within a stage waits for the threads of all ranks, and those of other stages may be asleep.
         """
         environment = self.settings.get("environment", {})
         if environment.get(IDLE, {}).get("chosen_by") == "hvd_train":
@@ -128,13 +128,13 @@ class Session:
         return metered(groups, self.traffic) if self.traffic else groups
 
     def count_traffic(self) -> None:
-        """Count, from now on, what this rank sends; before a front-end is opened."""
+        """Count, from now on, the bytes that this rank sends; call it before a front-end is opened."""
         horovod: Any = self.communicator
         self.traffic = horovod.traffic() if horovod.size > 1 else Traffic()
 
     @contextmanager
     def opened(self, stages: int = 1) -> Iterator[Communicator]:
-        """Join the world for the time of a block, at whose end all ranks meet and leave it."""
+        """Join the world during a block, at whose end all ranks wait for each other and leave."""
         self.open(stages=stages)
         with failures_explained(self.communicator):
             yield self.communicator
@@ -144,16 +144,16 @@ class Session:
         self.communicator.close()
 
     def watch(self, seconds: float, then: str = "") -> StatusSlot | None:
-        """End all ranks of this host, from now on, if one of them is stuck for ``seconds``. Call it on all ranks.
+        """Watch from now on for ranks that are stuck: after ``seconds`` all ranks of this host are ended.
 
-        Returns the slot of this rank's status, or None if nobody reads it.
+        Call it on all ranks. Returns the slot of this rank's status, or None if nobody reads it.
         """
         return peers.watch(self.communicator, seconds, then) if self.communicator.size > 1 else None
 
 
 @contextmanager
 def failures_explained(communicator: Communicator) -> Iterator[None]:
-    """Raise what a lost rank or too little memory caused as an error that says so."""
+    """Raise clear errors for failures caused by a lost rank or lack of memory."""
     try:
         yield
     except Exception as error:
@@ -175,7 +175,7 @@ def _out_of_memory(error: Exception) -> CommunicationError | None:
 
 
 def preload(framework: str, wanted_threads: int | str, ranks: int, verbose: bool) -> None:
-    """Load what a rank among ``ranks`` of this host loads, under its settings, in a process that is forked for it."""
+    """Load what one of ``ranks`` of this host loads, with its settings, in a process from which they are forked."""
     here = World(size=ranks, local_size=ranks)
     for name, value in rank_settings(here, framework, threads(wanted_threads, here), verbose).items():
         os.environ.setdefault(name, value)
@@ -199,7 +199,7 @@ def _load(framework: str, verbose: bool, skip_unneeded: bool) -> FrontEndModule:
 
 @contextmanager
 def _without_noise(verbose: bool) -> Iterator[None]:
-    """Keep back what TensorFlow writes to descriptor 2 while it loads, whatever its log level, unless loading fails."""
+    """Hide what TensorFlow writes to descriptor 2 while it loads, whatever its log level, unless loading fails."""
     if verbose:
         yield
         return

@@ -1,4 +1,4 @@
-"""Fewer bits per entry: ``fp16`` is summed in half precision; ``bf16``, ``int8`` and ``int4`` exchange in two phases."""
+"""Fewer bits per entry: ``fp16`` is summed in 16 bits; ``bf16``, ``int8`` and ``int4`` exchange in two phases."""
 
 from __future__ import annotations
 

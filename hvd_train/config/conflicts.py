@@ -1,7 +1,6 @@
-"""The table of what does not go together: two features, why, and what to do.
+"""The table of options that do not go together: two features, why, and what to do.
 
-The configuration refuses by it, and so do users' scripts. ``hvd-train config --explain`` and the guide's page
-``parallel`` print it.
+The configuration and scripts check it. ``hvd-train config --explain`` and the guide's page ``parallel`` print it.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Feature:
-    """A key of the configuration with some of its values: ``values``, those for which ``when`` is true, or all but the
-    default.
+    """An option: a key with ``values``, with those for which ``when`` is true, or with any but the default.
 
-    ``words``: its name where key and value are not clear. Without a key it is a property of the ranks or of a script.
+    ``words``: a name to print if key and value are not clear. Without a key it is a property of the ranks or a script.
     """
 
     key: str = ""
@@ -35,7 +33,7 @@ class Feature:
     words: str = ""
 
     def used(self, config: Config) -> bool:
-        """Return whether the configuration has it."""
+        """Return whether the configuration uses this feature."""
         if not self.key:
             return False
         section, last = _place(self.key, config)
@@ -43,25 +41,25 @@ class Feature:
         return self.when(value) if self.when else value in self.values if self.values else is_set(section, last)
 
     def named(self, config: Config) -> str:
-        """Return its name in a message: ``exchange.mode: outer``."""
+        """Return the name for a message, for example ``exchange.mode: outer``."""
         value = getattr(*_place(self.key, config))
         number_or_word = isinstance(value, str | int | float) and value is not True
         return self.words or (f"{self.key}: {value}" if number_or_word else self.key)
 
     def __str__(self) -> str:
-        """Return its name in the table."""
+        """Return the name for the printed table."""
         return self.words or self.key + (f": {', '.join(map(str, self.values))}" if self.values else "")
 
 
 def _place(key: str, config: Config) -> tuple[Any, str]:
-    """Return the section of a key, and the key in it."""
+    """Find the section of a dotted key; return it and the key in it."""
     *path, last = key.split(".")
     return reduce(getattr, path, config), last
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two features that do not go together; a message begins with the key of ``one``, and ``why`` follows "because"."""
+    """Two features that do not go together. A message begins with the key of ``one``; ``why`` is the reason."""
 
     one: Feature
     other: Feature
@@ -108,7 +106,7 @@ TRANSFORMS = Feature(
     words="a transform other than normalize",
 )
 WEIGHTS, BALANCED = Feature("task.class_weights"), Feature("task.class_weights", ("balanced",))
-# What the configuration does not say: of the ranks, and of a script.
+# Properties that are not in the configuration, of the ranks or of a script.
 GLOO, ODD_RANKS = Feature(words="ranks started with Gloo"), Feature(words="other than 2, 4, 8, ... ranks")
 LOCAL_SCRIPT = Feature(words="mode= of a script")
 SUMMED, VERIFY = Feature(words="average=False"), Feature(words="hvd-train verify")
@@ -202,7 +200,7 @@ CONFLICTS = (
 
 
 def refused(config: Config) -> list[tuple[str, str]]:
-    """Return (key, what is wrong) of each two features that do not go together."""
+    """Return (key, what is wrong) for each conflict in a configuration."""
     problems = []
     for row in CONFLICTS:
         if row.one.used(config) and row.other.used(config):
@@ -212,17 +210,17 @@ def refused(config: Config) -> list[tuple[str, str]]:
 
 
 def check_ranks(config: Config, size: int, mpi: bool) -> None:
-    """Refuse a configuration that does not go with the ranks that were started."""
+    """Raise ConfigError for a configuration that conflicts with the ranks that were started."""
     features = {row.one: row.one.named(config) for row in CONFLICTS if row.one.used(config)}
-    # Adasum adds in pairs, so the number must be a power of two: one bit.
+    # Adasum adds in pairs, so the number of ranks must be a power of two.
     features |= {ODD_RANKS: f"{size} ranks" * bool(size & (size - 1)), GLOO: GLOO.words * (size > 1 and not mpi)}
     check_together(features, common=True)
 
 
 def check_together(features: Mapping[Feature, str], where: str = "", common: bool = False) -> None:
-    """Raise ConfigError for two features that do not go together.
+    """Raise ConfigError if two of the features in use conflict.
 
-    ``features``: {feature: what the user calls it, "" if it is not used}.
+    ``features``: {feature: its name for the user, "" if it is not in use}.
     """
     for row in CONFLICTS:
         one, other = features.get(row.one), features.get(row.other)
@@ -235,7 +233,7 @@ def _text(row: Conflict, one: str, other: str) -> str:
 
 
 def sentences(key: str) -> list[str]:
-    """Return a sentence for each row of a key, or of the keys of a section; all rows for an empty text."""
+    """Return a sentence for each conflict of a key or section; for an empty text, all of them."""
     asked = key.strip().replace("-", "_") + "." * bool(key)
     return [
         f"{_text(row, str(row.one), str(row.other))}; {row.cure}"

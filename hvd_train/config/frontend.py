@@ -15,12 +15,12 @@ from hvd_train.config.modes import MODES
 
 @dataclass(frozen=True)
 class FrontEndConfig:
-    """What decides the model, its arithmetic, its device and its optimizer. Most names are keys of the configuration.
+    """The settings of model, precision, device and optimizer. Most names are keys of the configuration.
 
-    ``restores``: all weights come from a checkpoint. ``overlap``: whether gradients travel within backward.
-    ``micro_batches``: parts of a step's batch. ``checks_gradients``: a step is left out where a gradient of some rank
-    is not finite. ``averages_weights``: averages of the weights are kept. ``gathers_statistics``: those of batch
-    normalization are gathered for these averages. ``exact``: N ranks train as one rank does.
+    ``restores``: all weights come from a checkpoint. ``overlap``: gradients are exchanged during backward.
+    ``micro_batches``: the number of parts of a step's batch. ``checks_gradients``: skip a step if a gradient on some
+    rank is not finite. ``averages_weights``: averages of the weights are kept. ``gathers_statistics``: batch
+    normalization's statistics are recomputed for these averages. ``exact``: N ranks train as one rank does.
     """
 
     model: ModelConfig

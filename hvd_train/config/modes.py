@@ -1,4 +1,4 @@
-"""The names of the updates. The configuration reads this table, so it imports no update."""
+"""The table of updates. The configuration reads it, so it imports no update."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class ModeSpec:
-    """An update: a value of ``exchange.mode``, or what other keys put in its place.
+    """An update: a value of ``exchange.mode``, or a replacement by other keys.
 
-    ``made_by``: the file in ``hvd_train/update``, and the class in it. ``options``: the keys of ``exchange`` that are
-    its, with which the class is called. ``gradients``: whether gradients travel, or stay on their rank. ``exact``:
-    whether N ranks train as one rank does. ``deltas``: whether changes of weights travel as gradients do, through an
-    exchange over all ranks. ``compression``: whether what travels may be compressed. ``lockstep``: all ranks take each
-    step together; else none waits for another within an epoch, which needs MPI. ``sums``: whether the changes of all
-    ranks are added up and not averaged: N ranks move the weights N times as far. ``note``: for whoever chose it.
+    ``made_by``: file in ``hvd_train/update`` and class. ``options``: keys of ``exchange``, the class's arguments.
+    ``gradients``: gradients are exchanged, not local. ``exact``: N ranks train as one rank does. ``deltas``: changes of
+    weights go through the exchange, as gradients do. ``compression``: the exchange may be compressed. ``lockstep``: all
+    ranks take each step together; if not, no rank waits for another within an epoch, which needs MPI. ``sums``: the
+    changes of all ranks are summed and not averaged, so N ranks take N times as large steps. ``note``: a note to users.
 
-    ``interval``: the option with the steps between two joins of the ranks. ``result``: whether evaluations and the
-    result have the weights of the last join alone, "all" of them or "parts" at a time; "": they have all steps.
-    ``scripts``: the options that ``ht.distribute`` and ``hk.distribute`` take; None: they refuse the mode. The class of
-    such a mode is derived from ``Outer``. ``shares_memory``: ranks of a host can have the weights in common; the class
-    is called with whether they may.
+    ``interval``: the option with the steps between two synchronizations. ``result``: evaluations and checkpoints have
+    the weights of the last synchronization, "all" at once or "parts" at a time; "": they include all steps.
+    ``scripts``: the options for ``ht.distribute`` and ``hk.distribute``, where the class is derived from ``Outer``;
+    None: not for scripts. ``shares_memory``: ranks of a host can share the memory of the weights; the class gets a flag
+    whether they may.
     """
 
     made_by: str
@@ -41,13 +40,13 @@ class ModeSpec:
 
     @property
     def update_class(self) -> Any:
-        # Imported when it is asked for: this table is read wherever a configuration is.
+        # Imported on demand, because every configuration reads this table.
         file, name = self.made_by.split(":")
         return getattr(importlib.import_module(f"hvd_train.update.{file}"), name)
 
 
-ALLREDUCE = "allreduce"  # gradients travel, and all ranks move their weights alike
-# The options of outer steps that a script takes: it has no exchange for gradients of the first steps (outer_start).
+ALLREDUCE = "allreduce"  # gradients are summed over ranks, and all weights stay equal
+# The options of outer steps for scripts. They have no synchronous first steps (outer_start).
 _IN_SCRIPTS = ("outer_steps", "outer_lr", "outer_momentum")
 _OUTER = (*_IN_SCRIPTS, "outer_start")
 _STREAM = ("fragments", "stream_delay", "mix")
@@ -79,6 +78,6 @@ MODES = {
     ),
     "parameter_server": ModeSpec("parameter_server:ParameterServer", lockstep=False, sums=True, note=DOES_NOT_SCALE),
 }
-# What stands in the place of ``allreduce`` with optim.sharded and with parallel.pipeline.
+# The replacements of ``allreduce`` with optim.sharded and with parallel.pipeline.
 SHARDED = ModeSpec("sharded:Sharded", gradients=True, exact=True, compression=True, shares_memory=True)
 STAGES = ModeSpec("staged:Staged", gradients=True, exact=True, compression=True)

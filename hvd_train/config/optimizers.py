@@ -1,4 +1,4 @@
-"""The names of the optimizers. The configuration reads this table, so it imports no formula."""
+"""The table of optimizers. The configuration reads it, so it imports no formula."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 class OptimizerSpec:
     """An optimizer: a value of ``optim.name``.
 
-    ``made_by``: the file in ``hvd_train/update``, and the formula in it; "": each framework has a kernel for it.
-    ``slots``: the names of what it keeps for each weight. ``counts_steps``: whether the formula needs the number of the
-    step. ``options``: the keys of ``optim`` that belong to it and are refused with optimizers that do not name them.
+    ``made_by``: file in ``hvd_train/update`` and formula; "": each framework has a kernel. ``slots``: the names of its
+    state tensors for each weight. ``counts_steps``: the formula needs the step number. ``options``: its keys of
+    ``optim``, which are errors with optimizers that do not list them.
 
-    ``per_tensor``: the formula has norms of whole tensors (update/optimizers.py); else it moves each entry by itself
-    (update/elementwise.py). ``undivided``: why ``optim.sharded`` is refused; "": it is not. ``momentum``: one that
-    works, if it needs one. ``schedule_free``: a mean of the weights that it moves is evaluated and saved.
+    ``per_tensor``: the formula uses norms of whole tensors (update/optimizers.py); otherwise it is elementwise
+    (update/elementwise.py). ``undivided``: why ``optim.sharded`` is not supported; "": it is. ``momentum``: a working
+    value, if the optimizer needs momentum. ``schedule_free``: a mean of the weights is evaluated and saved.
     """
 
     made_by: str = ""
@@ -39,7 +39,7 @@ class OptimizerSpec:
         return getattr(importlib.import_module(f"hvd_train.update.{file}"), name)
 
     def slots_of(self, options: OptimConfig) -> tuple[str, ...]:
-        """Return the slots that these options need: an elementwise formula has no momentum of 0."""
+        """Return the slots for these options: elementwise formulas need no momentum slot if momentum is 0."""
         return tuple(slot for slot in self.slots if slot != "momentum" or options.momentum or self.per_tensor)
 
 
@@ -72,5 +72,5 @@ OPTIMIZERS = {
 
 
 def takers(option: str) -> list[str]:
-    """Return the names of the optimizers to which a key of ``optim`` belongs."""
+    """Return the names of the optimizers that have this key of ``optim``."""
     return [name for name, spec in OPTIMIZERS.items() if option in spec.options]

@@ -1,4 +1,4 @@
-"""Read a Config from a file, ``--set`` settings and flags. All mistakes are reported at once, with their lines."""
+"""Read a Config from a file, ``--set`` settings and flags. All errors are reported at once, with their lines."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LISTED = "'hvd-train config --explain' lists the keys"
 
 
 class Loader(yaml.SafeLoader):
-    """YAML as configurations and values of the command line are written."""
+    """The YAML loader for configurations and command-line values."""
 
 
 def _as_written(tag: str, pattern: re.Pattern) -> re.Pattern:
-    """Keep 2:00:00 a text: YAML 1.1 reads it as a number to the base of 60."""
+    """Keep 2:00:00 as text, which YAML 1.1 reads as a number to the base of 60."""
     if not tag.endswith((":int", ":float")):
         return pattern
     return re.compile(rf"(?!.*:)(?:{pattern.pattern})", re.VERBOSE)
@@ -43,8 +43,8 @@ Path_ = tuple[str | int, ...]
 
 
 def _plain(node: yaml.Node, path: Path_, lines: dict[Path_, str], file: str, problems: list[str]) -> Any:
-    """Return a YAML node as Python data. Notes in ``lines`` where each key stands, and in ``problems`` keys that stand
-    twice, of which YAML itself would silently keep the last."""
+    """Convert a YAML node to Python data. Records the line of each key in ``lines``, and in ``problems`` duplicate
+    keys, of which YAML would silently keep the last."""
     lines[path] = f"{file}:{node.start_mark.line + 1}"
     if isinstance(node, yaml.MappingNode):
         out: dict[Any, Any] = {}
@@ -74,7 +74,7 @@ def _read(path: Path, lines: dict[Path_, str], problems: list[str]) -> dict[str,
     try:
         text = raw.decode("utf-8")
         _check_size(text, str(path))
-        # Composed, not loaded: the nodes know their lines.
+        # Composed, not loaded, because nodes know their lines.
         node = yaml.compose(text, Loader)
         if node is None:
             raise ConfigError("the configuration is empty", where=str(path), fix="'hvd-train config' prints a full one")
@@ -94,7 +94,7 @@ def _read(path: Path, lines: dict[Path_, str], problems: list[str]) -> dict[str,
 
 
 def plain(text: str, file: str) -> Any:
-    """Return the data of a YAML text that another wrote: no aliases, no more of anything than a configuration has.
+    """Load an untrusted YAML text, without aliases and within the limits of a configuration.
 
     Raises ConfigError, ValueError, RecursionError and YAMLError.
     """
@@ -104,10 +104,10 @@ def plain(text: str, file: str) -> Any:
 
 
 def _check_size(text: str, file: str) -> None:
-    """Refuse what no configuration holds before it is built: some of it would take minutes or overflow the stack."""
+    """Refuse too large or deep texts before they are built, which could take minutes or overflow the stack."""
     try:
-        # libyaml is 20 times as fast: with Python's parser 100 000 values took 8 s. But its messages differ from those
-        # that are explained below, so a text that it cannot parse is parsed again.
+        # libyaml is 20 times as fast: with Python's parser 100 000 values took 8 s. But its messages are others than
+        # those explained below, so a text that it cannot parse is parsed again.
         _check_events(yaml.parse(text, getattr(yaml, "CSafeLoader", Loader)), file)
     except yaml.YAMLError:
         _check_events(yaml.parse(text, Loader), file)
@@ -149,7 +149,7 @@ def _apply(data: dict[str, Any], setting: str, lines: dict[Path_, str], problems
             at[part] = {}
         at = at[part]
     at[path[-1]] = value
-    # A setting replaces all below its key: their lines in the file mean nothing any more.
+    # A setting replaces all keys below its own, so their lines in the file no longer apply.
     for stale in [p for p in lines if p[: len(path)] == path]:
         del lines[stale]
     lines[path] = where
@@ -160,10 +160,10 @@ def load_config(
 ) -> Config:
     """Build a configuration from defaults, ``base`` or the file, ``--set`` settings and ``overrides``; later ones win.
 
-    ``overrides`` are flags of the command line; None is left out. A configuration that names code of the user says
-    where the code lies (``code_dir``), unless it comes from a ``base``.
+    ``overrides`` are command-line flags; None is ignored. ``code_dir`` is set if the configuration names user code,
+    unless it comes from a ``base``.
 
-    Raises one ConfigError with a line for each mistake: ``FILE:LINE: key: what; what to do``.
+    Raises one ConfigError with a line for each error: ``FILE:LINE: key: what; what to do``.
     """
     lines: dict[Path_, str] = {}
     problems: list[str] = []
@@ -201,7 +201,7 @@ def _dotted(path: Sequence[str | int]) -> str:
 
 
 def _section(path: Sequence[str | int]) -> type[BaseModel] | None:
-    """Return the section class at a path of keys, or None."""
+    """Find the section class at a path of keys, or None."""
     at: Any = Config
     for part in path:
         if isinstance(part, int):  # an index into a list of sections
@@ -213,7 +213,7 @@ def _section(path: Sequence[str | int]) -> type[BaseModel] | None:
     return at if isinstance(at, type) and issubclass(at, BaseModel) else None
 
 
-# pydantic's kind of error -> what was expected, in a user's words
+# pydantic's kind of error -> what was expected, for users
 EXPECTED = {
     "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number", "string_type": "text",
     "bool_type": "true or false", "list_type": "a list", "dict_type": "a section of keys",
@@ -224,13 +224,13 @@ EXPECTED = {
 
 
 def _explained(error: ValidationError, lines: Mapping[Path_, str], file: Path | None) -> list[str]:
-    """Return one line per key, and one per rule that it breaks, in the order of the file.
+    """Explain errors, one line per key and per rule that it breaks, in the order of the file.
 
-    pydantic reports each alternative of a key ("auto" or a number) as an error; here they are one mistake.
+    pydantic reports an error for each alternative of a key ("auto" or a number); here they are merged.
     """
     errors: dict[Path_, list[dict[str, Any]]] = {}
     for item in _expanded(error):
-        # Members of a union ("constrained-int", "literal[...]") stand in pydantic's location, but are not keys.
+        # pydantic's location includes members of a union ("constrained-int", "literal[...]"), which are not keys.
         location = list(item["loc"])
         while len(location) > 1 and _section(location[:-1]) is None and not isinstance(location[-1], int):
             location.pop()
@@ -248,7 +248,7 @@ def _explained(error: ValidationError, lines: Mapping[Path_, str], file: Path | 
 
 
 def explained(key: str) -> list[tuple[str, str, str, str]]:
-    """Return the rows of ``explain`` for a key, for the keys of a section, or with an empty text for all keys."""
+    """Return the rows of ``explain`` for a key or section; for an empty text, all rows."""
     key = key.strip().replace("-", "_")
     rows = [row for row in explain() if not key or row[0] == key or row[0].startswith(f"{key}.")]
     if not rows:
@@ -257,11 +257,11 @@ def explained(key: str) -> list[tuple[str, str, str, str]]:
 
 
 def _unknown(path: Path_) -> str:
-    """Return the message for an unknown key: the same name in another section, or a similar one here or anywhere."""
+    """Return the message for an unknown key, with the same name elsewhere or a similar one as a suggestion."""
     section, last = _section(path[:-1]), str(path[-1])
     leaves = {key.split(".")[-1]: key for key, *_ in reversed(explain())}
     near = nearest(last, section.model_fields) if section else None
-    # The same word in another section is a surer guess than a similar one in this section.
+    # The same name in another section is a better guess than a similar one in this section.
     guess = leaves.get(last.lower()) or (near and _dotted((*path[:-1], near)))
     guess = guess or leaves.get(nearest(last, leaves, 0.75) or "")
     return f"unknown key; did you mean '{guess}'?" if guess else f"unknown key; {LISTED}"
@@ -278,7 +278,7 @@ def _text(path: Path_, items: Sequence[Mapping[str, Any]]) -> str:
     near = nearest(str(value), options)
     section = _section(path) if "model_type" in kinds else None
     if near is None and isinstance(value, str):
-        if section:  # the first key of a section is its name
+        if section:  # the example is the section's first key
             near = f"{_dotted(path)}.{next(iter(section.model_fields))}"
         elif "list_type" in kinds:
             near = f"[{value}]"

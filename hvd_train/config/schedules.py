@@ -1,4 +1,4 @@
-"""The names of the schedules of the learning rate. ``core/schedule`` has their formulas."""
+"""The table of learning rate schedules. The formulas are in ``core/schedule``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """A schedule: the value of ``optim.schedule``.
+    """A schedule: a value of ``optim.schedule``.
 
-    ``options``: the keys of ``optim`` that are its. ``units``: whether they count ``optim.schedule_unit``. ``to_end``:
-    whether it runs to the end of the training, so that a rate depends on the training's length.
+    ``options``: its keys of ``optim``. ``units``: whether these are in ``optim.schedule_unit``. ``to_end``: whether it
+    runs to the end of the training, so that rates depend on the training's length.
     """
 
     options: tuple[str, ...] = ()
@@ -33,5 +33,5 @@ SCHEDULES = {
 
 
 def spec_of(schedule: str) -> ScheduleSpec:
-    """Return the spec of a schedule. A function of the user gets the training's length, so it may run to the end."""
+    """Return the spec of a schedule. A user's function gets the training's length, so it counts as ``to_end``."""
     return SCHEDULES.get(schedule) or ScheduleSpec(to_end=True)

@@ -1,4 +1,4 @@
-"""The names of the trackers. The configuration reads this table, so it imports no tracker."""
+"""The table of trackers. The configuration reads it, so it imports no tracker."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 class TrackerSpec:
     """A tracker: a value of ``loggers``.
 
-    ``made_by``: the file in ``run_folder/trackers``, and the class in it. ``package``: what it needs. ``environment``:
-    variables that keep it from the network, set where the user has not set them. ``thread``: it is called in its own
-    thread.
+    ``made_by``: file in ``run_folder/trackers`` and class. ``package``: the package that it needs. ``environment``:
+    variables that keep it offline, set unless the user has set them. ``thread``: it is called in a thread of its own.
     """
 
     made_by: str

@@ -1,4 +1,4 @@
-"""The user's code that the configuration names, as ``package.module:function`` or passed to ``hvd_train.fit``."""
+"""User code that the configuration names, as ``package.module:function`` or passed to ``hvd_train.fit``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_OF_USER = tuple(
     f"{folder}{os.sep}" for folder in (PACKAGE, *(PACKAGE.parent / zoo for zoo in ("pt_models", "tf_models")))
 )
 TRACED = "__autograph_generated_file"  # TensorFlow's own copy of a function
-PASSED_FUNCTIONS: dict[str, Callable[..., Any]] = {}  # to ``hvd_train.fit``, while it runs
+PASSED_FUNCTIONS: dict[str, Callable[..., Any]] = {}  # functions passed to ``hvd_train.fit``, while it runs
 _folder: list[str] = []  # the configuration's ``code_dir``
 _added: list[str] = []  # the entries of ``sys.path`` that are the user's folders
 
@@ -53,7 +53,7 @@ def user_module(name: str, where: str, kind: type[TrainError] = ConfigError) -> 
         raise kind(f"cannot be imported: {error.msg}, {place}", where=where) from error
     except (ImportError, ValueError) as error:
         what, fix = f"cannot be imported: {error}", advice_for_passed(name, where)
-        # An import that fails within the module is a mistake of the module: only its own name missing is a wrong place.
+        # An error within the module is the module's; only if its own name is not found, the path is wrong.
         missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         if missing and not fix:
             what = f"there is no module '{module}'"
@@ -68,8 +68,8 @@ def user_module(name: str, where: str, kind: type[TrainError] = ConfigError) -> 
 
 
 def _extend_path() -> None:
-    """Let the user's modules import one another. Their folders come last: a file there must not take the place of a
-    module of the standard library, or of a library that is loaded later."""
+    """Let the user's modules import one another. Their folders come last on the path: a file there must not shadow the
+    standard library, or a library that is loaded later."""
     for folder in _added:
         if folder in sys.path:
             sys.path.remove(folder)
@@ -78,7 +78,7 @@ def _extend_path() -> None:
 
 
 class ModulesOf:
-    """For ``sys.meta_path``: finds the modules of these names in these folders, whatever libraries there are beside.
+    """A finder for ``sys.meta_path`` that finds the named modules in these folders, before any library.
     Several wheels leave packages called ``tests`` or ``tools`` behind."""
 
     def __init__(self, names: Collection[str], folders: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ class ModulesOf:
 
 
 def _find(name: str, path: Sequence[str]) -> list[ModuleSpec]:
-    """Find a module and the packages around it; [] also where the standard library has the first name."""
+    """Find a module and the packages around it; [] also if the standard library has the first name."""
     return [] if name.partition(".")[0] in sys.stdlib_module_names else _specs(name, path)
 
 
@@ -97,7 +97,7 @@ def _specs(name: str, path: Sequence[str]) -> list[ModuleSpec]:
     """Find a module and the packages around it, outermost first, without running any of it; [] if one is missing."""
     specs: list[ModuleSpec] = []
     for part in name.split("."):
-        # The part's own name: for a full one the packages around it would have to be imported.
+        # The part's own name: a dotted name would import the packages around it.
         spec = PathFinder.find_spec(part, path)
         if spec is None:
             return []
@@ -117,7 +117,7 @@ def user_frames(error: BaseException | None) -> list[traceback.FrameSummary]:
     return [
         frame
         for frame in traceback.extract_tb(error.__traceback__ if error else None)
-        # What has no whole path is no file: "<frozen importlib>", "pyarrow/error.pxi".
+        # Without an absolute path it is no file: "<frozen importlib>", "pyarrow/error.pxi".
         if os.path.isabs(frame.filename)
         and not frame.filename.startswith((*NOT_OF_USER, *libraries))
         and TRACED not in frame.filename
@@ -125,7 +125,7 @@ def user_frames(error: BaseException | None) -> list[traceback.FrameSummary]:
 
 
 def failed_layer(error: BaseException) -> str:
-    """Return the layer of a user's torch model, made of torch's layers alone, that raised; "" if none did."""
+    """Return the layer that raised in a user's torch model of only torch's layers; "" if none did."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules: list[tuple[int, Any]] = [
         (place, module)
@@ -143,7 +143,7 @@ def failed_layer(error: BaseException) -> str:
 
 
 def user_place(error: BaseException | None) -> str:
-    """Return ``file:line`` of the user's code that raised an error or, before it, its cause; "" if none did."""
+    """Return ``file:line`` in user code that raised an error or its cause; "" if there is none."""
     if error is None:
         return ""
     frames = user_frames(error)
@@ -151,9 +151,9 @@ def user_place(error: BaseException | None) -> str:
 
 
 def source_of(name: str) -> list[Path]:
-    """Return the files and folders from which ``package.module:function`` would be imported; none of a library.
+    """Return the files and folders from which ``package.module:function`` would be imported, except libraries.
 
-    Nothing is imported, because the caller asks before it trusts the code.
+    Nothing is imported, because the caller does not trust the code yet.
     """
     module = name.partition(":")[0]
     sources: list[str] = []
@@ -163,8 +163,8 @@ def source_of(name: str) -> list[Path]:
 
 
 def user_function(name: str, where: str, kind: type[TrainError] = ConfigError) -> Callable[..., Any]:
-    """Return the function of this name; raises ``kind`` if there is none."""
-    # Passed in Python: the name may be that of a notebook or a lambda, which no import could give.
+    """Import ``package.module:function``; raises ``kind`` if there is none."""
+    # Passed in Python: a lambda or a function in a notebook cannot be imported.
     if name in PASSED_FUNCTIONS:
         return PASSED_FUNCTIONS[name]
     module, function = user_module(name, where, kind), name.partition(":")[2]
@@ -177,7 +177,7 @@ def user_function(name: str, where: str, kind: type[TrainError] = ConfigError) -
 def no_function(
     module: ModuleType, name: str, function: str, where: str, kind: type[TrainError] = ConfigError
 ) -> TrainError:
-    """Make the error for a module, that of ``name``, without this function."""
+    """Make the error for a module that lacks a function; ``name``: ``package.module:function``."""
     fix = advice_for_passed(name, where) or advice_for_hidden(name) or advice_for_misspelled(module, function)
     return kind(f"{place_of(module, name)} has no function '{function}'", where=where, fix=fix)
 
@@ -187,25 +187,25 @@ def advice_for_hidden(name: str) -> str:
     module = name.partition(":")[0]
     top = module.partition(".")[0]
     mine = _specs(module, _places()) if top in sys.stdlib_module_names else []
-    if not mine or not mine[-1].origin:  # a folder without files of Python is no module
+    if not mine or not mine[-1].origin:  # a folder without Python files is no module
         return ""
     yours = mine[0].origin if len(mine) == 1 else next(iter(mine[0].submodule_search_locations or []))
     return f"Python itself has a module '{top}', which is taken instead of yours: rename {yours}"
 
 
 def advice_for_misspelled(module: ModuleType, name: str) -> str:
-    """Return the name in the module that ``name`` is most like; "" if none is."""
+    """Suggest the name in the module that is most similar to ``name``; "" if none is."""
     near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], 1)
     return f"did you mean '{near[0]}'?" if near else ""
 
 
 def place_of(module: ModuleType, name: str) -> str:
-    """Return the module's file, for messages: another module of the same name may come first on the path."""
+    """Return the module's file for messages, because another module of the same name may come first on the path."""
     return getattr(module, "__file__", None) or name.partition(":")[0]
 
 
 def advice_for_passed(name: str, where: str) -> str:
-    """Return what to do about code that only a script or notebook had, at its key ``where``; "" for other code."""
+    """Return advice for a function that was passed from a script or notebook, at key ``where``; "" for others."""
     if not name.startswith("__main__:") and "<" not in name:
         return ""
     key = where.partition(":")[0]

@@ -1,4 +1,4 @@
-"""A Config as text: in full, key by key with its meaning, as a short hash, as what differs from another."""
+"""A Config as text: in full, as an explanation of its keys, as a hash, and as a difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_train.config.keys.config import Config
 from hvd_train.config.keys.section import FREE, OneOf
 from hvd_train.config.schedules import spec_of
 
-# YAML 1.1 reads 1e-5 as a text (it wants 1.0e-5); people mean a number. Such a text is quoted when it is written.
+# YAML 1.1 reads 1e-5 as text (it wants 1.0e-5), but people mean a number. So texts like this are quoted.
 FLOAT = "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 
 
@@ -27,7 +27,7 @@ _Dumper.add_implicit_resolver(*FLOAT)
 
 
 def resolved_yaml(config: Config) -> str:
-    """Return the YAML text of every key with its value. It loads back as an equal configuration."""
+    """Return YAML with every key and its value, which loads as an equal configuration."""
     return yaml.dump(
         _dump(config), None, _Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100
     )
@@ -75,7 +75,7 @@ def _words(annotation: Any) -> str:
 
 
 def digest(config: Config) -> str:
-    """Return a short hash of the whole configuration. Ranks compare it before they train."""
+    """Return a short hash of the configuration, which ranks compare before they train."""
     values = _dump(config)
     del values["code_dir"]  # the folder may have another path on another host
     # Sorted, so that the order of keys does not count.
@@ -83,7 +83,7 @@ def digest(config: Config) -> str:
 
 
 def changed(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Return (key, old, new) of the differences that would change the numbers of a resumed run."""
+    """Return (key, old, new) for differences that would change the results of a resumed run."""
     free = set(free_keys(spec_of(new.optim.schedule).to_end))
     before, after = dict(leaves(_dump(old))), dict(leaves(_dump(new)))
     return [
@@ -94,7 +94,7 @@ def changed(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 
 def free_keys(to_end: bool, section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Yield the keys and sections that a resumed run may change, as declared. ``to_end``: the schedule runs to it."""
+    """Yield the keys and sections that a resumed run may change. ``to_end``: the schedule runs to the end."""
     for name, field in section.model_fields.items():
         extra, kind = field.json_schema_extra, inner(field.annotation)
         when = extra.get(FREE) if isinstance(extra, dict) else None
@@ -105,7 +105,7 @@ def free_keys(to_end: bool, section: type[BaseModel] = Config, prefix: str = "")
 
 
 def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key with dots, value) of nested sections."""
+    """Yield (dotted key, value) of nested sections."""
     for key, value in data.items():
         if isinstance(value, dict):  # an empty section has no leaves: {} equals a missing key
             yield from leaves(value, f"{prefix}{key}.")

@@ -1,1 +1,1 @@
-"""Every key of a configuration, a file for each section: type, default, meaning, forbidden combinations."""
+"""Every key of a configuration, a file for each section, with type, default, meaning and forbidden combinations."""

@@ -1,4 +1,4 @@
-"""The keys of ``checkpoint`` and ``early_stopping``, which both watch a value of the evaluation."""
+"""The keys of ``checkpoint`` and ``early_stopping``, which both monitor a metric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of the first level, and the sections."""
+"""The top-level keys, and the sections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvd_train.frameworks import FRAMEWORKS
 
 
 def _precision(value: Any) -> Any:
-    """Return the precision as text: YAML reads 32 as a number. Lightning's longer names are accepted, too."""
+    """Convert the precision to text, because YAML reads 32 as a number. Lightning's longer names are accepted, too."""
     known = {32: "32", 64: "64", "32-true": "32", "64-true": "64"}
     return known.get(value, value) if isinstance(value, int | str) and value is not True else value
 
@@ -158,42 +158,42 @@ class Config(Section):
 
     @property
     def update_spec(self) -> ModeSpec:
-        """Return the row of the update."""
+        """Return the update to use, from ``exchange.mode`` or the keys that replace it."""
         return STAGES if self.parallel.pipeline > 1 else SHARDED if self.optim.sharded else self.exchange.spec
 
     @property
     def _watching(self) -> list[tuple[str, Any]]:
-        """Return (key, section or None) of what watches a value of the evaluation: it has a monitor and a mode."""
+        """Return (key, section or None) of the sections with a monitor and a mode."""
         sections = self.checkpoint, self.early_stopping, self.optim.plateau
         return list(zip(("checkpoint", "early_stopping", "optim.plateau"), sections, strict=True))
 
     @property
     def monitors(self) -> list[str]:
-        """Return the values that something watches."""
+        """Return the names of all monitored metrics."""
         return list(dict.fromkeys(rule.monitor for _, rule in self._watching if rule))
 
     @property
     def notes(self) -> list[str]:
-        """Return the notes about the configuration for the user, a line each."""
+        """Return notes about the configuration for the user, a line each."""
         return self._notes
 
     def mode_of(self, rule: CheckpointConfig | EarlyStoppingConfig | PlateauConfig) -> str:
-        """Return whether the smaller ("min") or the larger ("max") value of the rule's monitor is better."""
+        """Return whether smaller ("min") or larger ("max") values of the rule's monitor are better."""
         return rule.mode if rule.mode != "auto" else self._direction(rule) or "min"
 
     def _direction(self, rule: CheckpointConfig | EarlyStoppingConfig | PlateauConfig) -> Literal["min", "max"] | None:
-        """Return which value of the rule's monitor is better, if that is known without the user."""
+        """Return "min" or "max" for the rule's monitor, or None if only the user can know."""
         return self.task.better.get(rule.monitor.partition("_")[2])
 
     def resolved(self) -> Config:
-        """Return the configuration with a ``mode`` in place of each ``auto``."""
+        """Return a copy with each ``mode: auto`` replaced by min or max."""
         modes = {key: rule.model_copy(update={"mode": self.mode_of(rule)}) for key, rule in self._watching if rule}
         plateau = modes.pop("optim.plateau", None)
         return self.model_copy(update=modes | {"optim": self.optim.model_copy(update={"plateau": plateau})})
 
     @property
     def user_code(self) -> dict[str, str]:
-        """Return {key: names} of the keys that name code of the user, ``package.module:function``."""
+        """Return {key: names} of user code in the configuration, ``package.module:function``."""
         terms = self.task.terms.values()
         named = {
             "model.name": self.model.name,
@@ -220,25 +220,25 @@ class Config(Section):
 
     @property
     def checks_gradients(self) -> bool:
-        """Return whether a step is taken only where the gradients of all ranks are finite."""
+        """Return whether steps with non-finite gradients are skipped."""
         return self.precision == "16-mixed" or self.on_nonfinite == "skip"
 
     @property
     def micro_batches(self) -> int:
-        """Return the parts of a step's batch: those of the accumulation, each cut for the pipeline's stages."""
+        """Return the number of micro-batches per step: accumulation steps times those of the pipeline."""
         return self.accumulate_grad_batches * (self.parallel.microbatches or 1)
 
     def replicas(self, ranks: int) -> int:
-        """Return how many ranks hold the same weights, among which samples are divided."""
+        """Return the number of data-parallel replicas among ``ranks``."""
         return max(ranks // self.parallel.pipeline, 1)
 
     def without_stages(self) -> Config:
-        """Return a copy of which each rank holds the whole model; its numbers are the same."""
+        """Return a copy without pipeline stages, which gives the same results."""
         parallel = self.parallel.model_copy(update={"pipeline": 1})
         return self.model_copy(update={"parallel": parallel}) if self.parallel.pipeline > 1 else self
 
     def on_one_device(self) -> Config:
-        """Return a copy of which each rank holds the model on one device; its numbers are the same."""
+        """Return a copy with one device per rank, which gives the same results."""
         parallel = self.parallel.model_copy(update={"devices_per_rank": 1})
         return self.model_copy(update={"parallel": parallel})
 

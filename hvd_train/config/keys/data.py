@@ -11,18 +11,18 @@ from hvd_train.config.keys.lengths import LengthsConfig
 from hvd_train.config.keys.section import Count, Positive, Section, free, raise_problems
 from hvd_train.config.keys.transforms import MIXING, TransformConfig
 
-# Data for which ``images`` may say whether samples are images. Other kinds know it by themselves.
+# The kinds of data for which ``images`` may say whether samples are images; the others know.
 ARRAYS = ("npz", "npy", "hdf5", "packed")
 
 
 def _class_names(value: Any) -> Any:
-    """Return the names of classes as texts: YAML reads 1 as a number."""
+    """Convert class names to text, because YAML reads 1 as a number."""
     if isinstance(value, dict):
         return {key: _class_names(names) for key, names in value.items()}
     if value is None or value == "auto":
         return value
     listed = value if isinstance(value, list) else []
-    # YAML reads yes and no as true and false, which as texts would be other words than the user wrote.
+    # YAML reads yes and no as true and false, whose text would differ from what the user wrote.
     names = [str(name) for name in listed]
     whole = all(isinstance(name, str | int) and name is not True and name is not False for name in listed)
     if not names or not whole or "" in names or len(set(names)) < len(names):
@@ -38,7 +38,7 @@ ClassNames = Annotated[
 
 
 class DataConfig(Section):
-    """The data set: where it lies, what of it is input and label, and how samples are changed."""
+    """The data set: its location, its inputs and labels, and the transforms."""
 
     name: str = Field(
         "digits",

@@ -14,7 +14,7 @@ _CANDIDATES = [name for name, one in COMPRESSORS.items() if one.auto]
 
 
 class ExchangeConfig(Section):
-    """The combination of what ranks learned: gradients or weights, compressed or not."""
+    """The exchange between ranks: gradients or weights, compressed or not."""
 
     compression: Annotated[str, OneOf([*COMPRESSORS, "auto"])] = Field(
         "none",
@@ -69,13 +69,13 @@ class ExchangeConfig(Section):
     @model_validator(mode="after")
     def _combinations(self) -> ExchangeConfig:
         problems = misplaced(self, "mode", {name: spec.options for name, spec in MODES.items()})
-        if self.compression != "auto":  # which may choose any compressor, so it takes the options of all
+        if self.compression != "auto":  # auto may choose any compressor, so it takes the options of all
             problems += misplaced(self, "compression", {name: row.options for name, row in COMPRESSORS.items()})
         raise_problems(problems + self._stream_problems())
         return self
 
     def _stream_problems(self) -> list[tuple[str, str]]:
-        """Return (key, what is wrong) where the parts of ``streaming`` would not follow one another."""
+        """Return (key, what is wrong) if ``streaming`` cannot send one fragment at a time."""
         if "fragments" not in self.spec.options:
             return []
         interval, rest = divmod(self.outer_steps, self.fragments)
@@ -88,7 +88,7 @@ class ExchangeConfig(Section):
 
     @property
     def spec(self) -> ModeSpec:
-        """Return the row of ``mode``."""
+        """Return the spec of ``mode``."""
         return MODES[self.mode]
 
     def options(self, compression: str) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from hvd_train.config.keys.section import Section, free, raise_problems
 
 
 def _as_section(value: Any) -> Any:
-    """Return a path as the section that it stands for."""
+    """Expand a path to a section with this path."""
     return {"path": value} if isinstance(value, str) else value
 
 
 class InitConfig(Section):
-    """The file that a run begins with. Names are those of the file, with dots for slashes."""
+    """The file with the initial weights. Names are those of the file, with dots for slashes."""
 
     path: str = Field("", description="run folder, checkpoint, .safetensors, .pt, .keras, .weights.h5")
     exclude: list[str] = Field([], description="patterns of names of the model's weights that keep their first values")
@@ -48,5 +48,5 @@ class ModelConfig(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the keys besides ours, as the build function gets them."""
+        """Return the keys that are options of the build function."""
         return dict(self.model_extra or {})

@@ -13,7 +13,7 @@ from hvd_train.config.schedules import SCHEDULES
 
 
 class PlateauConfig(Section):
-    """When to lower the learning rate because a value of the evaluation does not improve."""
+    """When to lower the learning rate because a metric does not improve."""
 
     monitor: str = Field("val_loss", description="the value that must improve: val_NAME or train_NAME")
     mode: Mode = Field(
@@ -25,7 +25,7 @@ class PlateauConfig(Section):
     cooldown: Count = Field(0, description="evaluations after a reduction that are not counted")
 
 
-# Keys of built-in optimizers, which an optimizer of the user gets in the user's function.
+# Keys of built-in optimizers; a user's optimizer sets these in the user's function.
 _BUILT_IN = {"weight_decay"}.union(*(spec.options for spec in OPTIMIZERS.values()))
 
 
@@ -137,5 +137,5 @@ class OptimConfig(Section):
 
     @property
     def schedule_free(self) -> bool:
-        """Return whether a mean of the weights that the optimizer moves is evaluated and saved."""
+        """Return whether the optimizer is a schedule-free one."""
         return not self.is_users and OPTIMIZERS[self.name].schedule_free

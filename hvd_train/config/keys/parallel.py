@@ -8,11 +8,11 @@ from pydantic import Field, model_validator
 
 from hvd_train.config.keys.section import Positive, Section, free, raise_problems
 
-PER_STAGE = 4  # micro-batches: with so many for each stage, a stage waits less than a fifth of the time
+PER_STAGE = 4  # micro-batches per stage, with which a stage idles less than a fifth of the time
 
 
 class ParallelConfig(Section):
-    """The division of one model over several ranks, or over several devices of each.
+    """The division of one model over several ranks (pipeline), or over several devices of a rank.
 
     rank = replica x pipeline + stage.
     """

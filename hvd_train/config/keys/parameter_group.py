@@ -9,7 +9,7 @@ from hvd_train.errors import amount
 
 
 class GroupConfig(Section):
-    """Settings of the weights whose names match. Where several groups match, later ones win, key by key."""
+    """Settings of the weights whose names match. If several groups match, later ones win, key by key."""
 
     match: str = Field(
         "", min_length=1, description="pattern of names, with * and ?, as checkpoints have them ('fit --check' lists)"
@@ -50,7 +50,7 @@ class GroupConfig(Section):
         return self
 
     def words(self) -> str:
-        """Describe what the group sets."""
+        """Describe the group's settings."""
         numbers = {"lr": self.lr, "weight_decay": self.weight_decay}
         words = [f"{key} {x:g}" for key, x in numbers.items() if x is not None]
         if self.freeze:

@@ -1,4 +1,4 @@
-"""The base of all sections, types of keys that several sections use, and how a check reports its problems."""
+"""The base of all sections, shared types of keys, and helpers to check combinations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError, core_schema
 
-FREE = "may change on resume"  # the name under which a field keeps what ``free`` declares
+FREE = "may change on resume"  # where a field stores what ``free`` declares
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Mode = Literal["auto", "min", "max"]
@@ -17,29 +17,29 @@ Numbers = Finite | Annotated[list[Finite], Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """Keys that belong together. An unknown key is an error, and no value is converted: "3" is not a number."""
+    """A section of keys. Unknown keys are errors, and values are not converted: "3" is not a number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=False)
 
 
 def free(default: Any, *, unless_to_end: bool = False, **rules: Any) -> Any:
-    """Declare a key that a resumed run may change: it decides when to stop, save and report, not what the numbers are.
+    """Declare a key that a resumed run may change: it affects when to stop, save and report, but not the results.
 
-    All other keys want --allow-change. ``unless_to_end``: not free with a schedule that runs to the end of the training
-    (``cosine``), so that the learning rate depends on this key.
+    All other keys need --allow-change. ``unless_to_end``: not free with a schedule that runs to the end of the training
+    (``cosine``), because the learning rate then depends on this key.
     """
     return Field(default, json_schema_extra={FREE: "unless to end" if unless_to_end else "always"}, **rules)
 
 
 def is_set(section: Section, key: str) -> bool:
-    """Return whether a key has another value than its default."""
+    """Return whether a key differs from its default."""
     return getattr(section, key) != type(section).model_fields[key].default
 
 
 def misplaced(section: Section, choice: str, keys_of: Mapping[str, Iterable[str]]) -> list[tuple[str, str]]:
-    """Return (key, what is wrong) of each key that is set and belongs to other values of the key ``choice``.
+    """Return (key, what is wrong) for each key that is set but belongs to other values of the key ``choice``.
 
-    They are refused and not ignored: the user believes that they do something. ``keys_of``: {value: its keys}.
+    They are errors and not ignored, because the user expects an effect. ``keys_of``: {value: its keys}.
     """
     chosen = getattr(section, choice)
     takers: dict[str, list[str]] = {}
@@ -54,17 +54,17 @@ def misplaced(section: Section, choice: str, keys_of: Mapping[str, Iterable[str]
 
 
 def raise_problems(problems: list[tuple[str, str]]) -> None:
-    """Raise one error that carries every (key, what is wrong) of a combination check, if there are any."""
+    """Raise one error with all (key, what is wrong) of a combination check, if there are any."""
     if problems:
-        # The text is for whoever builds a section in Python; reading.py takes the pairs, to name each key's line.
+        # The text is for sections built in Python; reading.py uses the pairs, to name each key's line.
         text = "; ".join(f"{key}: {what}" for key, what in problems)
         raise PydanticCustomError("combination", "{text}", {"text": text, "problems": problems})
 
 
 class OneOf:
-    """A Literal whose names are the rows of a table, so that a new row is a new value of the key.
+    """A Literal whose values are the names in a table.
 
-    ``functions``: a function of the user may stand there, too, as ``package.module:function``.
+    ``functions``: ``package.module:function`` is allowed, too.
     """
 
     def __init__(self, names: Iterable[str], functions: bool = False) -> None:

@@ -11,7 +11,7 @@ from hvd_train.config.keys.section import Positive, Section, raise_problems
 
 
 def _as_text(value: Any) -> Any:
-    """Return a number as text: Slurm's words are texts, some of which YAML reads as numbers."""
+    """Convert a number to text: YAML reads some of Slurm's texts as numbers."""
     return str(value) if isinstance(value, int) and value is not True else value
 
 
@@ -19,7 +19,7 @@ Word = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
 
 
 class SlurmConfig(Section):
-    """The resources and options of a job of ``hvd-train submit``."""
+    """The resources and options of a job for ``hvd-train submit``."""
 
     nodes: Positive = Field(1, description="hosts")
     ntasks_per_node: Positive = Field(1, description="ranks on each")
@@ -41,7 +41,7 @@ class SlurmConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> SlurmConfig:
-        # A line becomes one of the job script, so nothing but an option may stand there.
+        # A line is copied into the job script, so it must be an option.
         invalid = [line for line in self.lines if not re.fullmatch(r"--[a-z][a-z-]*(=.+)?", line)]
         raise_problems([("lines", f"{line!r} is no option of sbatch, --NAME or --NAME=VALUE") for line in invalid])
         return self

@@ -11,17 +11,17 @@ from hvd_train.config.names import did_you_mean
 from hvd_train.metrics.table import LOSSES, METRICS
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-# The other keys of a line of metrics.jsonl: a metric of the same name would overwrite one.
+# The other keys in a line of metrics.jsonl, which a metric of the same name would overwrite.
 LOG_KEYS = ("event", "epoch", "step", "samples", "lr", "samples_per_second")
 
 
 def title_of(output: str, metric: str) -> str:
-    """Return the name of a metric in the log. A metric of the user has the name of its function."""
+    """Return the name of a metric in the log. A user's metric has the name of its function."""
     return f"{output}_" * bool(output) + metric.rpartition(":")[2].rpartition(".")[2]
 
 
 class TaskConfig(Section):
-    """The loss and the metrics, of one output or of several."""
+    """The losses and metrics of one or several outputs."""
 
     loss: str | dict[str, str] = Field(
         "cross_entropy",
@@ -41,7 +41,7 @@ class TaskConfig(Section):
     def terms(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         """Return {output: (loss, its metrics)}; the output is "" if there is only one.
 
-        Sorted by name, so that two files with the same keys in another order mean the same.
+        Sorted by name, so that the order of keys does not matter.
         """
         losses = dict(sorted(self.loss.items())) if isinstance(self.loss, dict) else {"": self.loss}
         metrics = {"": self.metrics} if isinstance(self.metrics, list) else self.metrics
@@ -54,27 +54,27 @@ class TaskConfig(Section):
         return any(":" in name for loss, metrics in self.terms.values() for name in (loss, *metrics))
 
     def classes(self, label: str, alone: bool) -> bool:
-        """Return whether this label is a class: 0, 1, ... ``alone``: the data has no other label."""
+        """Return whether this label is a class number. ``alone``: the data has no other label."""
         loss, _ = self.terms.get(label) or (self.terms.get("") if alone else None) or ("", ())
         return loss == "cross_entropy"
 
     def term(self, label: str) -> tuple[str, tuple[str, ...]]:
-        """Return the loss and the metrics that read this label; of one output they read whichever there is."""
+        """Return the loss and the metrics for this label; a single output matches any label."""
         return self.terms.get(label) or self.terms.get("") or ("", ())
 
     def asks_user_code(self, label: str) -> bool:
-        """Return whether a loss or metric of the user reads this label."""
+        """Return whether a user's loss or metric uses this label."""
         loss, metrics = self.term(label)
         return any(":" in name for name in (loss, *metrics))
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the values of an evaluation, in the order of the log."""
+        """Return the names of all losses and metrics, in the order of the log."""
         return [name for name, _ in self._values]
 
     @property
     def better(self) -> dict[str, Literal["min", "max"] | None]:
-        """Return {value of an evaluation: "min" if the smaller one is better}; None for a metric of the user."""
+        """Return {loss or metric: "min" or "max", whichever is better}; None for a user's metric."""
         return dict(self._values)
 
     @property

@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from hvd_train.config.keys.section import Finite, Numbers, Positive, Section, raise_problems
 from hvd_train.config.names import did_you_mean
 
-# Transform -> the options that it takes. Names and meanings are those of torchvision where it has the transform.
+# Transform -> its options, with torchvision's names and meanings if it has the transform.
 TRANSFORMS: dict[str, tuple[str, ...]] = {
     "random_horizontal_flip": ("p",),
     "random_vertical_flip": ("p",),
@@ -23,7 +23,7 @@ TRANSFORMS: dict[str, tuple[str, ...]] = {
     "cutmix": ("alpha", "p"),
     "normalize": ("mean", "std"),
 }
-# They mix samples with others, and their labels.
+# These mix samples, and their labels.
 MIXING = ("mixup", "cutmix")
 
 Bounds = Annotated[list[Finite], Field(min_length=2, max_length=2)]
@@ -31,7 +31,7 @@ Strength = Annotated[float, Field(ge=0, le=1)]
 
 
 class TransformConfig(Section):
-    """One transform with its options, in one flat section: a mistake in an option is then named by its key and line."""
+    """A transform with its options, in one flat section, so that errors name an option's key and line."""
 
     name: str = Field(
         "", description="a built-in one ('hvd-train data'), or your function 'package.module:function' of (sample, rng)"
@@ -72,7 +72,7 @@ class TransformConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand_name(cls, entry: Any) -> Any:
-        """Take a name alone as a section with default options."""
+        """Expand a bare name to a section with default options."""
         return {"name": entry} if isinstance(entry, str) else entry
 
     @model_validator(mode="after")
@@ -81,7 +81,7 @@ class TransformConfig(Section):
             raise_problems([("name", did_you_mean(self.name, (*TRANSFORMS, "'package.module:function'")))])
         allowed = TRANSFORMS.get(self.name, ("options",))
         fields = type(self).model_fields
-        # Compared with the default, not by model_fields_set: a resolved configuration writes every key that it keeps.
+        # Not model_fields_set: a resolved configuration may write default values as well.
         set_keys = [key for key in fields if getattr(self, key) != fields[key].default and key not in ("name", "input")]
         problems = [(key, f"{self.name} takes {', '.join(allowed)}") for key in set_keys if key not in allowed]
         needed = {
@@ -104,7 +104,7 @@ class TransformConfig(Section):
 
     @model_serializer(mode="wrap")
     def _short(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the keys that were set, without defaults, because a list of sections is long."""
+        """Dump only keys that differ from their defaults, because lists of transforms are long."""
         return {key: value for key, value in dump(self).items() if value != type(self).model_fields[key].default}
 
     def listed(self, key: Literal["mean", "std"]) -> tuple[float, ...]:

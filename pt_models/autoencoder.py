@@ -9,7 +9,7 @@ from pt_models import mlp
 
 
 class Autoencoder(nn.Module):
-    """(n, *input_shape) -> the same."""
+    """(n, *input_shape) -> the same shape."""
 
     def __init__(self, input_shape: tuple[int, ...], hidden: list[int], code: int, image: bool = True) -> None:
         super().__init__()
@@ -22,11 +22,11 @@ class Autoencoder(nn.Module):
         if not self.encoder.image:
             return x.view(-1, *self.shape)
         channels, height, width = self.shape
-        return x.view(-1, height, width, channels).permute(0, 3, 1, 2)  # the canonical order, as the kernel's
+        return x.view(-1, height, width, channels).permute(0, 3, 1, 2)  # canonical axis order, like the kernels
 
 
 def build(input_shape, hidden: list[int] = (128,), code: int = 32, image: bool = True) -> Autoencoder:
-    """``image``: three axes are those of one."""
+    """``image``: whether three axes are those of an image."""
     return Autoencoder(input_shape, list(hidden), code, image)
 
 

@@ -9,12 +9,12 @@ from pt_models.gpt import attend, neutral
 
 __all__ = ["blocks", "build", "neutral"]
 
-HIDDEN = -3e4  # a score whose exponential is 0, within the range of float16
-EPS = 1e-12  # BERT's, of layer norms
+HIDDEN = -3e4  # a score whose exponential is 0, in the range of float16
+EPS = 1e-12  # of layer norms, as in BERT
 
 
 class Block(nn.Module):
-    """(n, T, width) and scores to add (n, 1, 1, T) -> (n, T, width); layer norm comes after each part."""
+    """(n, T, width) and scores to add (n, 1, 1, T) -> (n, T, width); with layer norms after the residual sums."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -34,10 +34,10 @@ class Block(nn.Module):
 
 
 class BERT(nn.Module):
-    """Tokens and segments (n, T), whole numbers -> logits {"words": (n, T, vocabulary), "next": (n, 2)}.
+    """Tokens and segments (n, T), integers -> logits {"words": (n, T, vocabulary), "next": (n, 2)}.
 
-    Token 0 is padding, which nobody attends to; segments are 0 for sentence A and 1 for B; "next" is told by the first
-    place. Logits of words are products with the tokens' embedding.
+    Token 0 is padding, which is masked in attention; segments are 0 for sentence A and 1 for B. "next" is computed from
+    the first token. Logits of words are products with the token embeddings.
     """
 
     def __init__(self, length: int, vocabulary: int, width: int, depth: int, heads: int, dropout: float) -> None:
@@ -77,9 +77,9 @@ def build(input_shape, num_classes, width: int = 256, depth: int = 8, heads: int
 
 
 class Embed(nn.Module):
-    """Tokens and segments (n, T) -> (n, T, width + 1): what BERT does before its blocks.
+    """Tokens and segments (n, T) -> (n, T, width + 1): the part of BERT before its blocks.
 
-    The last column holds the scores to add, so that one tensor goes from block to block.
+    The last column holds the scores to add, so that a single tensor passes between blocks.
     """
 
     def __init__(self, model: BERT) -> None:
@@ -93,7 +93,7 @@ class Embed(nn.Module):
 
 
 class Inner(nn.Module):
-    """A block that takes and gives (n, T, width + 1)."""
+    """A block on (n, T, width + 1)."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Inner(nn.Module):
 
 
 class Head(nn.Module):
-    """(n, T, width + 1) -> logits of words and of "next": what BERT does after its blocks."""
+    """(n, T, width + 1) -> logits of words and of "next": the part of BERT after its blocks."""
 
     def __init__(self, model: BERT) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def with_mask(x, mask) -> Tensor:
 
 
 def without_mask(x) -> Tensor:
-    return x[..., :-1].contiguous()  # a column between the rows would give products other bits
+    return x[..., :-1].contiguous()  # contiguous: products of a strided tensor would have other bits
 
 
 def blocks(model: BERT) -> list[nn.Module]:

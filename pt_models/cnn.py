@@ -3,7 +3,7 @@
 import torch.nn as nn
 from torch import Tensor
 
-IMAGES = True  # takes nothing else
+IMAGES = True  # takes only images
 
 
 class CNN(nn.Module):
@@ -40,7 +40,7 @@ def neutral(model: CNN) -> dict[str, tuple]:
         table[f"{layer}.weight"] = (f"{layer}.kernel", None, (2, 3, 1, 0), (height, width, into, out))
     for layer, view in (("fc1", model.flat), ("fc2", None)):
         out, into = getattr(model, layer).weight.shape
-        # PyTorch flattens (channels, height, width), the canonical order is (height, width, channels).
+        # PyTorch flattens (channels, height, width); the canonical order is (height, width, channels).
         if view:
             table[f"{layer}.weight"] = (f"{layer}.kernel", (out, *view), (2, 3, 1, 0), (into, out))
         else:

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer: logits of the next token at every place (0.84 million weights on bytes)."""
+"""A small decoder-only transformer: logits of the next token at every position (0.84 million weights on bytes)."""
 
 import torch.nn as nn
 import torch.nn.functional as F
@@ -6,14 +6,14 @@ from torch import Tensor
 
 
 def attend(qkv, heads: int, **mask) -> Tensor:
-    """Query, key and value (n, T, 3 width), the last axis being (3, heads, width / heads) -> (n, T, width)."""
+    """Query, key and value (n, T, 3 width), the last axis as (3, heads, width / heads) -> (n, T, width)."""
     n, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     q, k, v = qkv.view(n, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4).unbind()
     return F.scaled_dot_product_attention(q, k, v, **mask).transpose(1, 2).reshape(n, length, width)
 
 
 class Block(nn.Module):
-    """(n, T, width) -> the same; layer norm comes before each part (Radford et al. 2019)."""
+    """(n, T, width) -> the same shape; with layer norms before attention and MLP (Radford et al. 2019)."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (n, T), whole numbers -> logits (n, T, num_classes)."""
+    """Tokens (n, T), integers -> logits (n, T, num_classes)."""
 
     def __init__(
         self, input_shape: tuple[int], num_classes: int, width: int, depth: int, heads: int, dropout: float
@@ -59,7 +59,7 @@ def build(input_shape, num_classes, width: int = 128, depth: int = 4, heads: int
 
 
 class Embed(nn.Module):
-    """Tokens (n, T) -> (n, T, width): what a GPT does before its blocks."""
+    """Tokens (n, T) -> (n, T, width): the part of a GPT before its blocks."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Embed(nn.Module):
 
 
 class Head(nn.Module):
-    """(n, T, width) -> logits: what a GPT does after its blocks, with the table of the tokens."""
+    """(n, T, width) -> logits: the part of a GPT after its blocks, with the token embeddings."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()

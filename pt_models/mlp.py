@@ -24,12 +24,12 @@ class MLP(nn.Module):
 
 
 def build(input_shape, num_classes, hidden: list[int] = (128,), outputs: int = 1, image: bool = True) -> MLP:
-    """``outputs``: how many numbers it gives where labels are not classes; ``image``: three axes are those of one."""
+    """``outputs``: their number if labels are not classes; ``image``: whether three axes are those of an image."""
     return MLP(input_shape, num_classes or outputs, list(hidden), image)
 
 
 class Part(nn.Module):
-    """A layer of an MLP and the ReLU behind it; the first flattens its input, the last has no ReLU."""
+    """A layer of an MLP and its ReLU; the first layer flattens its input, the last has no ReLU."""
 
     def __init__(self, model: MLP, number: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""PyramidNet (Han et al. 2017) for small images: every block is a little wider (24.3 million weights)."""
+"""PyramidNet (Han et al. 2017) for small images: each block is a little wider (24.3 million weights)."""
 
 import torch.nn as nn
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pt_models.resnet import need_images, neutral
 
-IMAGES = True  # takes nothing else
+IMAGES = True  # takes only images
 
 __all__ = ["blocks", "build", "neutral"]
 
@@ -14,7 +14,7 @@ __all__ = ["blocks", "build", "neutral"]
 class Block(nn.Module):
     """(n, into, height, width) -> (n, out, height / stride, width / stride), sides rounded up.
 
-    The shortcut has no weights: where the stride is 2 it is average pooled, and its new channels are zeros.
+    The shortcut has no weights: with stride 2 it is average pooled, and its new channels are zeros.
     """
 
     def __init__(self, into: int, out: int, stride: int) -> None:
@@ -61,7 +61,7 @@ def build(input_shape, num_classes, width: int = 16, blocks: list[int] = (17, 17
 
 
 class Stem(nn.Module):
-    """(n, channels, height, width) -> (n, width, height, width): what a PyramidNet does before its blocks."""
+    """(n, channels, height, width) -> (n, width, height, width): the part of a PyramidNet before its blocks."""
 
     def __init__(self, model: PyramidNet) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 import torch.nn as nn
 from torch import Tensor
 
-IMAGES = True  # takes nothing else
+IMAGES = True  # takes only images
 
 
 def need_images(input_shape: tuple[int, ...], least: int, model: str) -> None:
@@ -17,7 +17,7 @@ def need_images(input_shape: tuple[int, ...], least: int, model: str) -> None:
 class Block(nn.Module):
     """(n, into, height, width) -> (n, out, height / stride, width / stride)."""
 
-    growth = 1  # out, in widths of the stage
+    growth = 1  # out / the stage's width
 
     def __init__(self, into: int, out: int, stride: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """(n, channels, height, width) -> logits (n, num_classes); each stage after the first halves the sides.
 
-    The stem keeps an image's sides, or, where it is for ``large`` ones, leaves a quarter of them.
+    The stem keeps an image's sides; for ``large`` images it divides them by 4.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ def build(input_shape, num_classes, width: int = 64, blocks: list[int] = (2, 2, 
 
 
 class Stem(nn.Module):
-    """(n, channels, height, width) -> (n, width, height, width): what a ResNet does before its blocks."""
+    """(n, channels, height, width) -> (n, width, height, width): the part of a ResNet before its blocks."""
 
     def __init__(self, model: ResNet) -> None:
         super().__init__()
@@ -97,10 +97,10 @@ def blocks(model: ResNet) -> list[nn.Module]:
 
 def neutral(model: nn.Module) -> dict[str, tuple]:
     names = {"running_mean": "mean", "running_var": "variance", "bias": "bias"}
-    axes = {4: (2, 3, 1, 0), 2: (1, 0), 1: (0,)}  # of convolution, dense and all else
+    axes = {4: (2, 3, 1, 0), 2: (1, 0), 1: (0,)}  # of convolutions, dense layers and all others
     table = {}
     for path, x in model.state_dict().items():
-        if x.ndim:  # batch norm's counter has no axis and no use
+        if x.ndim:  # batch norm's counter is a scalar that nothing uses
             layer, _, kind = path.rpartition(".")
             name = names.get(kind, "kernel" if x.ndim > 1 else "scale")
             table[path] = (f"{layer}.{name}", None, axes[x.ndim], tuple(x.shape[axis] for axis in axes[x.ndim]))

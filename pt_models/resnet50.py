@@ -1,22 +1,22 @@
-"""ResNet-50 (He et al. 2015): for images of 224 x 224, four stages of bottleneck blocks (25.6 million weights)."""
+"""ResNet-50 (He et al. 2015) for images of 224 x 224: four stages of bottleneck blocks (25.6 million weights)."""
 
 import torch.nn as nn
 from torch import Tensor
 
 from pt_models.resnet import ResNet, blocks, need_images, neutral
 
-IMAGES = True  # takes nothing else
+IMAGES = True  # takes only images
 
 __all__ = ["blocks", "build", "neutral"]
 
 
 class Block(nn.Module):
-    """(n, into, height, width) -> (n, out, height / stride, width / stride); between, a quarter of out.
+    """(n, into, height, width) -> (n, out, height / stride, width / stride); out / 4 channels in between.
 
-    The stride is that of the 3 x 3 convolution (Gross and Wilber 2016, "version 1.5"): the first would skip pixels.
+    The 3 x 3 convolution has the stride (Gross and Wilber 2016, "version 1.5"): in the first it would skip pixels.
     """
 
-    growth = 4  # out, in widths of the stage
+    growth = 4  # out / the stage's width
 
     def __init__(self, into: int, out: int, stride: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The class of a text of any length: a small transformer, or with depth=0 the mean of the tokens' embeddings."""
+"""A classifier for texts of any length: a small transformer, or with depth=0 the mean of the token embeddings."""
 
 import torch.nn as nn
 from torch import Tensor
@@ -10,9 +10,9 @@ __all__ = ["build", "neutral"]
 
 
 class TextClassifier(nn.Module):
-    """Tokens (n, T), whole numbers, and mask (n, T), true for places of a text -> logits (n, num_classes).
+    """Tokens (n, T), integers, and mask (n, T), true for tokens of the text -> logits (n, num_classes).
 
-    The mean over a text's places is classified. The order of tokens counts only where there are blocks.
+    The mean over a text's tokens is classified. Without blocks, the order of tokens has no effect.
     """
 
     def __init__(

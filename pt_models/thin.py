@@ -1,4 +1,4 @@
-"""Many thin dense layers in a row, by default 200: every step waits on latency, none on arithmetic."""
+"""Many thin dense layers in a row, 200 by default: a step is all latency, with hardly any arithmetic."""
 
 import math
 
@@ -9,8 +9,8 @@ import torch.nn as nn
 class Thin(nn.Module):
     """(n, *input_shape) -> logits (n, num_classes).
 
-    The layers between the first and the last are x + dense(relu(x)) / sqrt(depth): each adds a share of 1 / depth to
-    the variance, so that any depth trains without normalization. (With the ReLU outside, the sums' means would add up.)
+    The layers between the first and the last are x + dense(relu(x)) / sqrt(depth). Each adds 1 / depth of the variance,
+    so that any depth trains without normalization. (With the ReLU outside the dense layer, the means would add up.)
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class Thin(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
 
     def forward(self, x) -> torch.Tensor:
-        if self.image:  # the canonical order, so that no kernel needs another
+        if self.image:  # canonical axis order, so that no kernel needs another
             x = x.permute(0, 2, 3, 1)
         first, *middle, last = self.layers
         x = first(x.flatten(1))
@@ -35,12 +35,12 @@ class Thin(nn.Module):
 
 
 def build(input_shape, num_classes, depth: int = 200, width: int = 32, image: bool = True) -> Thin:
-    """``image``: three axes are those of one."""
+    """``image``: whether three axes are those of an image."""
     return Thin(input_shape, num_classes, depth, width, image)
 
 
 class Part(nn.Module):
-    """One layer of a Thin, with what is done to its input."""
+    """One layer of a Thin, with the operations on its input."""
 
     def __init__(self, model: Thin, number: int) -> None:
         super().__init__()

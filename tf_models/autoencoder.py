@@ -11,7 +11,7 @@ __all__ = ["build", "neutral"]
 
 
 def build(input_shape, hidden: list[int] = (128,), code: int = 32) -> keras.Model:
-    """(n, *input_shape) -> the same."""
+    """(n, *input_shape) -> the same shape."""
     inputs = keras.Input(input_shape)
     x = perceptron(layers.Flatten(name="flatten")(inputs), [*hidden, code], "encoder.")
     x = perceptron(x, [*hidden[::-1], math.prod(input_shape)], "decoder.")

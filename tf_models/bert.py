@@ -12,7 +12,7 @@ __all__ = ["blocks", "build", "neutral"]
 
 @keras.saving.register_keras_serializable("hvd_train")
 class Attention(CausalAttention):
-    """All places see one another, except where ``shown`` (n, T), such as tokens, is 0: padding."""
+    """Attention between all positions, except where ``shown`` (n, T), for example the tokens, is 0: padding."""
 
     def call(self, qkv, shown) -> keras.KerasTensor:
         return self.attend(qkv, HIDDEN * ops.cast(ops.equal(shown, 0)[:, None, None], self.wide))
@@ -37,7 +37,7 @@ def norm(x, name: str) -> keras.KerasTensor:
 
 
 def block(x, shown, heads: int, dropout: float, name: str) -> keras.KerasTensor:
-    """(n, T, width) and shown (n, T), 0 for padding -> (n, T, width); layer norm comes after each part."""
+    """(n, T, width) and shown (n, T), 0 for padding -> (n, T, width); with layer norms after the residual sums."""
     width = x.shape[-1]
     y = Attention(heads, name=f"{name}.attention")(layers.Dense(3 * width, name=f"{name}.qkv")(x), shown)
     y = layers.Dropout(dropout, name=f"{name}.dropout1")(layers.Dense(width, name=f"{name}.out")(y))
@@ -50,10 +50,10 @@ def block(x, shown, heads: int, dropout: float, name: str) -> keras.KerasTensor:
 def build(
     input_shape, num_classes, width: int = 256, depth: int = 8, heads: int = 8, dropout: float = 0.1
 ) -> keras.Model:
-    """Tokens and segments (n, T), whole numbers -> logits {"words": (n, T, vocabulary), "next": (n, 2)}.
+    """Tokens and segments (n, T), integers -> logits {"words": (n, T, vocabulary), "next": (n, 2)}.
 
-    Token 0 is padding, which nobody attends to; segments are 0 for sentence A and 1 for B; "next" is told by the first
-    place. Logits of words are products with the tokens' embedding.
+    Token 0 is padding, which is masked in attention; segments are 0 for sentence A and 1 for B. "next" is computed from
+    the first token. Logits of words are products with the token embeddings.
     """
     if not (isinstance(input_shape, dict) and set(input_shape) == {"tokens", "segments"}):
         raise ValueError(f"the BERT needs the inputs tokens and segments, not {input_shape}")
@@ -76,7 +76,7 @@ def build(
 
 
 def blocks(model: keras.Model) -> list[keras.Model]:
-    """Between them goes (n, T, width + 1): the last column holds the tokens, of which attention leaves out the 0."""
+    """Return the blocks, which pass (n, T, width + 1) on; the last column holds the tokens, 0 for padding."""
     ends = ["dropout", *(layer.name for layer in model.layers if layer.name.endswith(".norm2"))]
     places = [model.get_layer(name).output for name in ends]
     tokens = model.input["tokens"]

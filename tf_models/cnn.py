@@ -3,7 +3,7 @@
 import keras
 from keras import layers
 
-IMAGES = True  # takes nothing else
+IMAGES = True  # takes only images
 
 
 def build(input_shape, num_classes, hidden: int = 500) -> keras.Model:

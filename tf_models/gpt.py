@@ -1,4 +1,4 @@
-"""A small decoder-only transformer: logits of the next token at every place (0.84 million weights on bytes)."""
+"""A small decoder-only transformer: logits of the next token at every position (0.84 million weights on bytes)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from keras import layers, ops
 
 from tf_models.mlp import cut
 
-HIDDEN = -3e4  # a score whose exponential is 0, within the range of float16
+HIDDEN = -3e4  # a score whose exponential is 0, in the range of float16
 
 
 @keras.saving.register_keras_serializable("hvd_train")
 class Tokens(layers.Layer):
-    """(n, T) whole numbers -> (n, T, width); with ``reverse`` (n, T, width) -> logits (n, T, count), the same table."""
+    """Integers (n, T) -> (n, T, width); with ``reverse``, (n, T, width) -> logits (n, T, count) by the same table."""
 
     def __init__(self, count: int, width: int, **keys) -> None:
         super().__init__(**keys)
@@ -49,9 +49,9 @@ class Positions(layers.Layer):
 
 @keras.saving.register_keras_serializable("hvd_train")
 class CausalAttention(layers.Layer):
-    """Query, key and value (n, T, 3 width), the last axis being (3, heads, width / heads) -> (n, T, width).
+    """Query, key and value (n, T, 3 width), the last axis as (3, heads, width / heads) -> (n, T, width).
 
-    No place sees later ones.
+    Later positions are masked.
     """
 
     def __init__(self, heads: int, **keys) -> None:
@@ -64,12 +64,12 @@ class CausalAttention(layers.Layer):
 
     @property
     def wide(self) -> str:
-        """Half floats are added up in 32 bits, as PyTorch does."""
+        """The dtype for sums: 32 bits for half precision, as in PyTorch."""
         return keras.backend.result_type(self.compute_dtype, "float32")
 
     def attend(self, qkv, mask) -> keras.KerasTensor:
-        """``mask``: scores to add, of a shape that broadcasts to (n, heads, T, T)."""
-        length, width = ops.shape(qkv)[1], qkv.shape[2] // 3  # a tensor where lengths vary
+        """``mask``: scores to add, broadcastable to (n, heads, T, T)."""
+        length, width = ops.shape(qkv)[1], qkv.shape[2] // 3  # a tensor if lengths vary
         split = ops.reshape(qkv, (-1, length, 3, self.heads, width // self.heads))
         q, k, v = ops.unstack(ops.transpose(split, (2, 0, 3, 1, 4)), 3)
         scores = ops.matmul(q * (1 / math.sqrt(width // self.heads)), ops.swapaxes(k, 2, 3))
@@ -85,7 +85,7 @@ class CausalAttention(layers.Layer):
 
 
 def _block(x, heads: int, dropout: float, name: str) -> keras.KerasTensor:
-    """(n, T, width) -> the same; layer norm comes before each part (Radford et al. 2019)."""
+    """(n, T, width) -> the same shape; with layer norms before attention and MLP (Radford et al. 2019)."""
     width = x.shape[-1]
     y = layers.LayerNormalization(epsilon=1e-5, name=f"{name}.norm1")(x)
     y = CausalAttention(heads, name=f"{name}.attention")(layers.Dense(3 * width, name=f"{name}.qkv")(y))
@@ -99,14 +99,14 @@ def _block(x, heads: int, dropout: float, name: str) -> keras.KerasTensor:
 
 @keras.saving.register_keras_serializable("hvd_train")
 def gelu(x) -> keras.KerasTensor:
-    """x Phi(x). Not ``ops.gelu``: TensorFlow rounds its square root of 2 to 32 bits, which 64 bits show as 5e-9."""
+    """x Phi(x). Not ``ops.gelu``: TensorFlow rounds its square root of 2 to 32 bits, an error of 5e-9 in 64 bits."""
     return 0.5 * x * (1 + ops.erf(x * math.sqrt(0.5)))
 
 
 def build(
     input_shape, num_classes, width: int = 128, depth: int = 4, heads: int = 4, dropout: float = 0.0
 ) -> keras.Model:
-    """Tokens (n, T), whole numbers -> logits (n, T, num_classes)."""
+    """Tokens (n, T), integers -> logits (n, T, num_classes)."""
     if len(input_shape) != 1:
         raise ValueError(f"the GPT needs samples of one axis, tokens, not of shape {tuple(input_shape)}")
     if width % heads:

@@ -15,14 +15,14 @@ def perceptron(x, units: list[int], prefix: str = "") -> keras.KerasTensor:
 
 
 def build(input_shape, num_classes, hidden: list[int] = (128,), outputs: int = 1) -> keras.Model:
-    """(n, *input_shape) -> logits (n, num_classes), or (n, outputs) where labels are no classes."""
+    """(n, *input_shape) -> logits (n, num_classes), or (n, outputs) if labels are not classes."""
     inputs = keras.Input(input_shape)
     flat = layers.Flatten(name="flatten")(inputs)
     return keras.Model(inputs, perceptron(flat, [*hidden, num_classes or outputs]), name="mlp")
 
 
 def cut(model: keras.Model, ends: list[str]) -> list[keras.Model]:
-    """Cut a model behind the layers of these names, through each of which all goes; parts share its layers."""
+    """Split a model after the layers named ``ends``, through which all data flow; the parts share its layers."""
     places = [model.input, *(model.get_layer(name).output for name in ends), model.output]
     pairs = zip(places, places[1:], strict=False)
     return [keras.Model(x, y, name=f"block{k}") for k, (x, y) in enumerate(pairs)]

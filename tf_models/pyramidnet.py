@@ -1,4 +1,4 @@
-"""PyramidNet (Han et al. 2017) for small images: every block is a little wider (24.3 million weights)."""
+"""PyramidNet (Han et al. 2017) for small images: each block is a little wider (24.3 million weights)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from keras import layers, ops
 from tf_models.mlp import cut
 from tf_models.resnet import conv, need_images, neutral, norm
 
-IMAGES = True  # takes nothing else
+IMAGES = True  # takes only images
 
 __all__ = ["blocks", "build", "neutral"]
 
@@ -16,7 +16,7 @@ __all__ = ["blocks", "build", "neutral"]
 def _block(x, out: int, stride: int, name: str) -> keras.KerasTensor:
     """(n, height, width, into) -> (n, height / stride, width / stride, out), sides rounded up.
 
-    The shortcut has no weights: where the stride is 2 it is average pooled, and its new channels are zeros.
+    The shortcut has no weights: with stride 2 it is average pooled, and its new channels are zeros.
     """
     y = conv(norm(x, f"{name}.norm1"), out, 3, stride, f"{name}.conv1")
     y = layers.ReLU(name=f"{name}.relu")(norm(y, f"{name}.norm2"))

@@ -7,11 +7,11 @@ from keras import layers
 
 from tf_models.mlp import cut
 
-IMAGES = True  # takes nothing else
+IMAGES = True  # takes only images
 
 
 def need_images(input_shape: tuple[int, ...], least: int, model: str) -> None:
-    """Raises ValueError for samples that are no images, or with a side below ``least``."""
+    """Raise ValueError for samples that are not images, or with a side below ``least``."""
     sides = tuple(input_shape[:-1])
     if len(sides) != 2 or min(sides) < least:
         sizes = " x ".join(map(str, sides)) or "vectors"
@@ -19,7 +19,7 @@ def need_images(input_shape: tuple[int, ...], least: int, model: str) -> None:
 
 
 def conv(x, out: int, side: int, stride: int, name: str) -> keras.KerasTensor:
-    """A convolution whose padding is the same on all sides, as in PyTorch; 'same' pads a strided one otherwise."""
+    """A convolution with equal padding on all sides, as in PyTorch; with a stride, 'same' is not."""
     if side > 1 and stride > 1:
         x = layers.ZeroPadding2D(side // 2, name=f"{name}.pad")(x)
     padding = "valid" if stride > 1 else "same"
@@ -40,7 +40,7 @@ def _block(x, width: int, stride: int, name: str) -> keras.KerasTensor:
 
 
 def staged(x, num_classes: int, width: int, blocks: list[int], block) -> keras.KerasTensor:
-    """What follows the stem: (n, height, width, channels) -> logits (n, num_classes)."""
+    """The layers after the stem: (n, height, width, channels) -> logits (n, num_classes)."""
     plan = [(width << stage, 2 if stage and k == 0 else 1) for stage, n in enumerate(blocks) for k in range(n)]
     for i, (out, stride) in enumerate(plan):
         x = block(x, out, stride, f"blocks.{i}")
@@ -58,7 +58,7 @@ def build(input_shape, num_classes, width: int = 64, blocks: list[int] = (2, 2, 
 def blocks(model: keras.Model) -> list[keras.Model]:
     names = [layer.name for layer in model.layers]
     stem = "maxpool" if "maxpool" in names else "relu"
-    last = {name.rpartition(".")[0]: name for name in names if name.startswith("blocks.")}  # of each block
+    last = {name.rpartition(".")[0]: name for name in names if name.startswith("blocks.")}  # the last in each block
     return cut(model, [stem, *(name for block, name in last.items() if block.count(".") == 1)])
 
 

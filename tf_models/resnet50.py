@@ -1,4 +1,4 @@
-"""ResNet-50 (He et al. 2015): for images of 224 x 224, four stages of bottleneck blocks (25.6 million weights)."""
+"""ResNet-50 (He et al. 2015) for images of 224 x 224: four stages of bottleneck blocks (25.6 million weights)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from keras import layers
 
 from tf_models.resnet import blocks, conv, need_images, neutral, norm, staged
 
-IMAGES = True  # takes nothing else
+IMAGES = True  # takes only images
 
 __all__ = ["blocks", "build", "neutral"]
 
@@ -15,7 +15,7 @@ __all__ = ["blocks", "build", "neutral"]
 def _block(x, width: int, stride: int, name: str) -> keras.KerasTensor:
     """(n, height, width, into) -> (n, height / stride, width / stride, 4 width).
 
-    The stride is that of the 3 x 3 convolution (Gross and Wilber 2016, "version 1.5"): the first would skip pixels.
+    The 3 x 3 convolution has the stride (Gross and Wilber 2016, "version 1.5"): in the first it would skip pixels.
     """
     y = layers.ReLU(name=f"{name}.relu1")(norm(conv(x, width, 1, 1, f"{name}.conv1"), f"{name}.norm1"))
     y = layers.ReLU(name=f"{name}.relu2")(norm(conv(y, width, 3, stride, f"{name}.conv2"), f"{name}.norm2"))
@@ -30,6 +30,6 @@ def build(input_shape, num_classes, width: int = 64, blocks: list[int] = (3, 4, 
     need_images(input_shape, 32, "ResNet-50")
     inputs = keras.Input(input_shape)
     x = layers.ReLU(name="relu")(norm(conv(inputs, width, 7, 2, "stem"), "norm"))
-    x = layers.ZeroPadding2D(1, name="maxpool.pad")(x)  # no value is below 0
+    x = layers.ZeroPadding2D(1, name="maxpool.pad")(x)  # zeros, as no value is negative
     x = layers.MaxPooling2D(3, 2, name="maxpool")(x)
     return keras.Model(inputs, staged(x, num_classes, width, blocks, _block), name="resnet50")

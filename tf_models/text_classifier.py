@@ -1,4 +1,4 @@
-"""The class of a text of any length: a small transformer, or with depth=0 the mean of the tokens' embeddings."""
+"""A classifier for texts of any length: a small transformer, or with depth=0 the mean of the token embeddings."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class FirstPositions(layers.Layer):
 
 @keras.saving.register_keras_serializable("hvd_train")
 class MaskedMean(layers.Layer):
-    """x (n, T, width) and shown (n, T), true for places of a text -> their mean, (n, width)."""
+    """x (n, T, width) and shown (n, T), true for tokens of the text -> their mean, (n, width)."""
 
-    def call(self, x, shown) -> keras.KerasTensor:  # Keras has a meaning of its own for an argument called mask
+    def call(self, x, shown) -> keras.KerasTensor:  # Keras treats an argument called mask specially
         shown = ops.cast(shown[..., None], x.dtype)
         return ops.sum(x * shown, 1) / ops.maximum(ops.sum(shown, 1), 1)
 
@@ -54,9 +54,9 @@ def build(
     heads: int = 4,
     dropout: float = 0.1,
 ) -> keras.Model:
-    """Tokens (n, T), whole numbers, and mask (n, T), true for places of a text -> logits (n, num_classes).
+    """Tokens (n, T), integers, and mask (n, T), true for tokens of the text -> logits (n, num_classes).
 
-    The mean over a text's places is classified. The order of tokens counts only where there are blocks.
+    The mean over a text's tokens is classified. Without blocks, the order of tokens has no effect.
     """
     if not (isinstance(input_shape, dict) and set(input_shape) == {"tokens", "mask"}):
         raise ValueError(f"the text classifier needs the inputs tokens and mask (data.lengths), not {input_shape}")

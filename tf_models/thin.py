@@ -1,4 +1,4 @@
-"""Many thin dense layers in a row, by default 200: every step waits on latency, none on arithmetic."""
+"""Many thin dense layers in a row, 200 by default: a step is all latency, with hardly any arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tf_models.mlp import cut
 
 @keras.saving.register_keras_serializable("hvd_train")
 class Residual(layers.Dense):
-    """x (n, width) -> x + factor dense(relu(x)). With the ReLU outside, the sums' means would add up."""
+    """x (n, width) -> x + factor dense(relu(x)). With the ReLU outside the dense layer, the means would add up."""
 
     def __init__(self, units: int, factor: float, **keys) -> None:
         super().__init__(units, **keys)
@@ -28,7 +28,7 @@ class Residual(layers.Dense):
 def build(input_shape, num_classes, depth: int = 200, width: int = 32) -> keras.Model:
     """(n, *input_shape) -> logits (n, num_classes).
 
-    Each layer adds a share of 1 / depth to the variance, so that any depth trains without normalization.
+    Each layer adds 1 / depth of the variance, so that any depth trains without normalization.
     """
     if depth < 2:
         raise ValueError(f"depth counts the first and the last layer, so it is at least 2, not {depth}")

@@ -1,7 +1,7 @@
-"""What each compression costs in accuracy: SINGA's CNN on Fashion-MNIST, 2 ranks, some seeds.
+"""The cost of each compression in accuracy: SINGA's CNN on Fashion-MNIST, 2 ranks, several seeds.
 
-The learning rate, batch and epochs are those of scripts/configs/fashion_mnist.yaml with 5 epochs; the table gives the
-validation accuracy of each seed and the difference of the means from no compression, in points.
+Learning rate and batch size are those of scripts/configs/fashion_mnist.yaml, with 5 epochs. The table has the
+validation accuracy of each seed, and the difference of the mean from that without compression, in points.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tables
 from compare import machine
 from work import FASHION, ROOT
 
-# name: the keys under exchange
+# name: the keys under exchange.
 SETTINGS: dict[str, dict] = {
     "none": {},
     "fp16": {"compression": "fp16"},

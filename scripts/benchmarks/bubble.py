@@ -1,7 +1,7 @@
-"""How long the stages of a pipeline wait: measured, and as the schedule says.
+"""The idle time of a pipeline's stages: measured, and predicted by the schedule.
 
-Micro-batches have the same size, so a step with M of them takes (M + S - 1) t with S stages alike. t is taken from the
-two largest M, whose difference has no waiting in it.
+Micro-batches have the same size, so a step with M of them takes (M + S - 1) t with S equal stages. t is computed from
+the difference between the two largest M, which contains no idle time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def measure() -> list[dict]:
                     taken.append(step_ms(job(framework, count), on_ranks(["-np", str(RANKS)]), place))
         ms = {count: median(taken) for count, taken in times.items()}
         last, largest = COUNTS[-2:]
-        each = (ms[largest] - ms[last]) / (largest - last)  # of a micro-batch through one stage
+        each = (ms[largest] - ms[last]) / (largest - last)  # t: a micro-batch through one stage
         for count in COUNTS:
             share = bubble(RANKS, count)
             row = {

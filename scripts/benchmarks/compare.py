@@ -1,11 +1,11 @@
-"""Ours against the others on the same work: every engine's ranks are started once, and then take turns.
+"""Compare our speed with other engines on the same work: the ranks of all engines are started once, and take turns.
 
-All engines of a model wait stopped (SIGSTOP), so that they cost nothing; in each round each runs for some seconds,
-in random order. A ratio is taken within a round, against the engine that ran in the same round; the table gives the
-median of a round's ratios with its 95 % bootstrap interval. "ours again" is a second copy of ours: its interval shows
-what the machine's noise alone does. CPU seconds per step and peak memory are the kernel's own count.
+All engines of a model wait stopped (SIGSTOP), so that they cost nothing. In each round each one runs for some seconds,
+in random order. Ratios are taken within a round. The table has their median with its 95 % bootstrap interval. "ours
+again" is a second copy of ours: its interval shows the noise of the machine. CPU seconds per step and peak memory are
+the kernel's counts.
 
-``--before CHECKOUT``: each engine of ours against the same one of another checkout, pair by pair.
+``--before CHECKOUT``: compare each engine of ours with the same one of another checkout, pair by pair.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from hvd_train.launch.start import command, environment
 START_SECONDS, QUIET_SECONDS = 600, 0.3
 WARM_STEPS, SLOW_WARM_STEPS = 24, 8  # a step of ResNet-18 takes up to a second
 SLOW = ("resnet", "bert", "pyramidnet")
-LARGE = {"ours", "ours again", "DDP", "MultiWorker", "copies", "one process"}  # what is asked of BERT and PyramidNet
-# Engines beside ours that wait side by side: they must fit into memory (the MLP: 2 GB for two ranks).
+LARGE = {"ours", "ours again", "DDP", "MultiWorker", "copies", "one process"}  # on BERT, PyramidNet
+# Engines that wait at the same time as ours: they must fit into memory (the MLP: 2 GB for two ranks).
 TOGETHER = dict.fromkeys(MODELS, 20) | {"mlp": 6, "bert": 2, "pyramidnet": 2}
-TOLERANCE = 2e-3  # relative, of the first losses: float32 in another order of sums
-PAIRS_A_START = 10  # of blocks, ours and before, while both live
+TOLERANCE = 2e-3  # relative, of the first losses: float32 with sums in another order
+PAIRS_A_START = 10  # rounds of ours and before, without a restart
 TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What is started: ``launcher`` mpirun, gloo (horovodrun --gloo), torchrun, workers (TF_CONFIG), copies, one."""
+    """An engine to start: ``launcher`` mpirun, gloo (horovodrun --gloo), torchrun, workers (TF_CONFIG), copies, one."""
 
     framework: str
     name: str
@@ -78,12 +78,12 @@ def engines(framework: str, model: str) -> list[Engine]:
     ]
     if framework == "pytorch":
         peers = [Engine(framework, name, "torchrun") for name in ("DDP", "DDP fp16", "DDP PowerSGD")]
-        if model in ("cnn", "resnet"):  # the memory order that ours takes by itself
+        if model in ("cnn", "resnet"):  # the memory layout that ours chooses itself
             peers.append(Engine(framework, "DDP (channels last)", "torchrun"))
             alone.append(Engine(framework, "copies (channels last)", "copies"))
         peers += [Engine(framework, name, "torchrun") for name in ("Lightning", "Accelerate")]
         return [*ours, *peers, Engine(framework, "Horovod", "mpirun"), *alone]
-    # Legacy Keras does not take the layers of these two.
+    # Legacy Keras does not support the layers of these two.
     peers = [] if model in ("gpt", "thin") else [Engine(framework, "MultiWorker", "workers")]
     return [*ours, *peers, *alone]
 
@@ -100,7 +100,7 @@ Lines = Callable[[Engine, list[str]], list[tuple[list[str], dict[str, str]]]]
 
 
 def on_this_host(engine: Engine, work: list[str]) -> list[tuple[list[str], dict[str, str]]]:
-    """The command lines that start an engine's ranks, each with its environment."""
+    """Return the command lines that start an engine's ranks, each with its environment."""
     python, launcher = sys.executable, engine.launcher
     if launcher == "mpirun" and engine.name == "Horovod":  # with the flags of Horovod's documentation
         flags = ["--bind-to", "none", "--map-by", "slot:oversubscribe"]
@@ -123,7 +123,7 @@ def on_this_host(engine: Engine, work: list[str]) -> list[tuple[list[str], dict[
 
 
 class Running:
-    """The started ranks of one engine; stopped and continued together. ``label``: its name in tables."""
+    """The started ranks of one engine, stopped and continued together. ``label``: its name in tables."""
 
     def __init__(
         self, engine: Engine, model: str, folder: Path, lines: Lines, warm_steps: int = WARM_STEPS, least_steps: int = 4
@@ -148,10 +148,10 @@ class Running:
             work += ["--exchange", json.dumps(engine.exchange)]
         env = environment() | {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
         env["PYTHONPATH"] = str(engine.root)
-        env |= KERNELS  # the peers get them too: what is compared is the exchange
-        # Ranks that wait for their turn are neither stalled nor gone.
+        env |= KERNELS  # the others get them too: the exchange is compared
+        # Ranks that wait for their turn are neither stalled nor lost.
         env |= {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "36000"}
-        if not engine.name.startswith("ours"):  # ours finds its own
+        if not engine.name.startswith("ours"):  # ours sets its own
             env["OMP_NUM_THREADS"] = str(os.cpu_count() if engine.launcher == "one" else 1)
         with open(self.log, "w") as log:
             for line, extra in lines(engine, work):
@@ -162,7 +162,7 @@ class Running:
                 )
 
     def warm(self) -> str:
-        """Waits until the steps run evenly, then stops the ranks; a text says what went wrong."""
+        """Wait until the steps run evenly, then stop the ranks; return what went wrong, or ""."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if any(p.poll() is not None for p in self.parents):
@@ -191,7 +191,7 @@ class Running:
             os.kill(pid, signal.SIGCONT)
 
     def _mark(self) -> tuple[int, int]:
-        while True:  # the two numbers are written one after the other
+        while True:  # retry: the two numbers are not written at once
             first = int(self.maps[0][0]), int(self.maps[0][1])
             if first == (int(self.maps[0][0]), int(self.maps[0][1])):
                 return first
@@ -201,7 +201,7 @@ class Running:
         return sum(int(f[11]) + int(f[12]) for f in fields) / TICK
 
     def block(self, seconds: float) -> None:
-        """One turn: at least ``seconds`` and ``least_steps``, counted from step end to step end."""
+        """Run one turn: at least ``seconds`` and ``least_steps``, from the end of a step to the end of a step."""
         self.go()
         time.sleep(QUIET_SECONDS)
         steps, began = self._when(lambda mark, first: mark[0] > first[0], 0.001)
@@ -228,7 +228,7 @@ class Running:
         return np.mean([json.loads(f.read_text()) for f in files], axis=0) if files else None
 
     def end(self) -> None:
-        """Notes the peak memory and ends every process, whatever state they are in."""
+        """Record the peak memory, and end all processes, in whatever state they are."""
         for pid in getattr(self, "pids", []):
             with suppress(OSError):
                 status = Path(f"/proc/{pid}/status").read_text()
@@ -241,14 +241,14 @@ class Running:
                     with suppress(psutil.NoSuchProcess):
                         process.kill()
             parent.wait()
-        for pid in getattr(self, "pids", []):  # a launcher that died first leaves them to init
+        for pid in getattr(self, "pids", []):  # if the launcher has died, init is their parent
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
 def add_when_warm(running: list[Running], one: Running) -> dict[str, dict]:
-    """Puts a started engine among the others when it is warm; {its name: what went wrong} or nothing."""
-    running.append(one)  # first of all: whatever happens, it is ended with the others
+    """Add a started engine to ``running`` when it is warm; return {its name: what went wrong} or {}."""
+    running.append(one)  # first, so that it is ended with the others whatever happens
     problem = one.warm()
     if not problem:
         return {}
@@ -259,7 +259,7 @@ def add_when_warm(running: list[Running], one: Running) -> dict[str, dict]:
 
 
 def in_turns(running: list[Running], rounds: int, seconds: float) -> dict[str, dict]:
-    """All rounds; an engine that ends in the middle is taken out of ``running`` and told of."""
+    """Run all rounds; an engine that ends early is removed from ``running`` and reported."""
     failed = {}
     for _ in range(rounds):
         for one in random.sample(running, len(running)):
@@ -274,27 +274,27 @@ def in_turns(running: list[Running], rounds: int, seconds: float) -> dict[str, d
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Median with its 95 % bootstrap interval."""
+    """Return the median with its 95 % bootstrap interval."""
     draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
     return median(ratios), float(low), float(high)
 
 
 def compare(framework: str, model: str, rounds: int, seconds: float, only: list[str] | None = None) -> dict:
-    """All engines of a framework on one model; {engine: figures}, in samples per second of both ranks."""
+    """Compare all engines of a framework on one model; return {engine: figures}, in samples/s of both ranks."""
     wanted = only or (LARGE if TOGETHER[model] == 2 else None)
     ours, *others = (e for e in engines(framework, model) if not wanted or e.name in wanted)
     results: dict[str, dict] = {}
-    for first in range(0, len(others), TOGETHER[model]):  # ours is in every group, and the first one's figure stands
+    for first in range(0, len(others), TOGETHER[model]):  # ours is in every group; keep the first group's figure
         results = group([ours, *others[first : first + TOGETHER[model]]], model, rounds, seconds) | results
     return results or group([ours], model, rounds, seconds)
 
 
 def paired(framework: str, model: str, rounds: int, seconds: float, before: Path, only: list[str] | None) -> dict:
-    """Each engine of ours against the same one of the checkout ``before``; "ours again" shows the noise.
+    """Compare each engine of ours with the same one of the checkout ``before``; "ours again" shows the noise.
 
-    Two copies of the same code differ by up to 5 % as long as they live: both are started anew for every few
-    rounds, in the one order and then the other, and a ratio is the median of such a start's rounds.
+    Two processes with the same code may differ by up to 5 % in speed while they live. So both are restarted every few
+    rounds, in alternating order, and a ratio is the median over the rounds of such a start.
     """
     ours = [e for e in engines(framework, model) if e.name.startswith("ours")]
     ours = [e for e in ours if (e.name in only if only else e.name not in WITH_MORE_KEYS)]
@@ -317,7 +317,7 @@ def paired(framework: str, model: str, rounds: int, seconds: float, before: Path
 
 
 def group(chosen: list[Engine], model: str, rounds: int, seconds: float) -> dict:
-    """The engines in turns; ratios are against the first."""
+    """Run the engines in turns; ratios are relative to the first."""
     results: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         running: list[Running] = []
@@ -348,7 +348,7 @@ def group(chosen: list[Engine], model: str, rounds: int, seconds: float) -> dict
 
 
 def _same(one: Running, losses, reference) -> str:
-    """Whether the engine computes what ours does; lossy hooks need not, copies train alone."""
+    """Return whether the engine computes what ours does; "-" for lossy hooks and independent copies."""
     if losses is None or reference is None or one.engine.launcher == "copies":
         return "-"
     differ = float(np.max(np.abs(losses - reference) / np.abs(reference)))
@@ -368,7 +368,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="length of a block, at least four steps")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-compare", help="folder")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the ends of all ranks, which wait for a signal
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exits through the clean-up, which ends all ranks
     only = ["ours", *options.engines.split(",")] if options.engines else None
     options.output.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict] = {}

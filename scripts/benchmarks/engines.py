@@ -1,9 +1,9 @@
-"""One rank of one engine of a comparison: trains for ever and counts its steps where others can see them.
+"""One rank of one engine of a comparison: trains forever and counts its steps where others can see them.
 
     python engines.py FRAMEWORK ENGINE MODEL --count FILE [--exchange JSON]
 
-Every engine does the same work (work.py). Ours runs its own loop with its own loader; the peers get their batches
-ready-made in memory. Started by compare.py and link.py under the launcher that belongs to the engine.
+Every engine does the same work (work.py). Ours runs its own loop with its own loader; the others get ready batches from
+memory. compare.py and link.py start it with the engine's own launcher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from work import MODELS, Count, settings
 def ours(
     framework: str, model: str, count: Count, exchange: dict, steps: int | str = "auto", more: dict | None = None
 ) -> None:
-    """The product's own loop; ``more``: further keys of the configuration."""
+    """Run the product's own loop; ``more``: additional keys of the configuration."""
     from hvd_train.config import Config
     from hvd_train.core.hooks import Hook
     from hvd_train.core.loop import Trainer
@@ -34,7 +34,7 @@ def ours(
 
     class Counting(Hook):
         def __init__(self) -> None:
-            self.open: list = []  # of steps that have not run
+            self.open: list = []  # sums of steps that have not run
 
         def on_step(self, trainer, info) -> None:
             self.open += info.local_sums
@@ -44,7 +44,7 @@ def ours(
                 self.open.clear()
 
     def mean(frontend, sums) -> float:
-        """Return the mean loss of this rank's samples. Ranks run queued steps apart: nothing may be sent from here."""
+        """Return the mean loss of this rank's samples. No collectives here: ranks run queued steps separately."""
         return frontend.task.results(frontend.ops.to_numpy(sums))["loss"]
 
     keys = settings(framework, model, exchange) | {"steps_per_execution": steps}
@@ -60,7 +60,7 @@ def ours(
         trainer.fit()
 
 
-# Engines with further keys, which other checkouts may not know.
+# Engines with additional keys, which other checkouts may not have.
 MORE = {
     "ours (ema)": {"ema": {"decay": 0.999}},
     "ours (groups)": {"optim": {"groups": [{"match": "*.bias", "lr": 0.01}]}},

@@ -13,7 +13,7 @@ TITLE = "resident memory of one rank in a long run"
 
 
 def train(framework: str) -> dict:
-    """Train in this process, and return its resident memory at two steps."""
+    """Train in this process; return its resident memory at two steps."""
     from hvd_train.core.hooks import Hook
     from hvd_train.launch.environment import keep_memory
 

@@ -1,6 +1,6 @@
-"""Samples a second of a text classifier, padded in buckets and padded to the longest of all texts, in turn.
+"""Samples/s of a text classifier, padded in buckets or padded to the longest text, in turns.
 
-Texts are the paragraphs of Python's documentation, of two classes: of the language, and of a module.
+The texts are the paragraphs of Python's documentation, in two classes: about the language, or about a module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PADDED = {"buckets": "auto", "longest of all": f"[{MOST}]"}
 
 
 def build(num_classes: int, vocabulary_size: int, width: int = 64, heads: int = 4):  # noqa: ANN201
-    """A transformer of one layer and the mean over the places of a text, in PyTorch."""
+    """Build a transformer of one layer and the mean over a text's tokens, in PyTorch."""
     import torch
     from torch import nn
 
@@ -37,7 +37,7 @@ def build(num_classes: int, vocabulary_size: int, width: int = 64, heads: int = 
 
 
 def build_keras(input_shape: dict, num_classes: int, vocabulary_size: int, width: int = 64, heads: int = 4):  # noqa: ANN201
-    """The same in Keras."""
+    """Build the same model in Keras."""
     import keras
     from keras import layers
 
@@ -68,7 +68,7 @@ def write(path: Path) -> None:
 
 
 def run(framework: str, buckets: str, folder: Path) -> float:
-    """Train for some epochs; return the samples a second."""
+    """Train for some epochs; return the samples/s."""
     (folder / "lengths.py").write_text(Path(__file__).read_text())
     model = "lengths:build" if framework == "pytorch" else "lengths:build_keras"
     keys = {"framework": framework, "model.name": model, "data.name": "labeled_text", "data.path": "texts.jsonl"}

@@ -1,8 +1,8 @@
-"""Compression over slow links: two network namespaces joined by a veth pair, whose ends a token bucket (tbf) throttles.
+"""Compression over slow links: two network namespaces connected by a veth pair, with a token bucket (tbf) at each end.
 
-Needs root, iproute2 and the kernel's sch_tbf. Rank 0 lives in one namespace, rank 1 in the other, each on a core of its
-own, so that nothing but the link joins them. Engines take turns as in compare.py; the speed of the link itself is
-measured with a plain TCP stream before and after. Step times are in milliseconds.
+Needs root, iproute2 and the kernel's sch_tbf. Each rank has a namespace and a core of its own, so that only the link
+connects them. Engines take turns as in compare.py. A plain TCP stream measures the link's speed before and after. Step
+times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from hvd_train.launch.launchers.installed import find_tool
 MOST = 16  # hosts
 NUMBERED = (("hvd", 0), ("hvdveth", 0), ("10.77.7.", 1))
 NET, DEVICES, ADDRESSES = ([f"{name}{k}" for k in range(first, first + MOST)] for name, first in NUMBERED)
-BRIDGE = "hvdbridge"  # a namespace, and the bridge in it that joins more than two hosts
+BRIDGE = "hvdbridge"  # a namespace, and its bridge, which connects more than two hosts
 RATES = {"100mbit": 0.1, "1gbit": 1.0, "10gbit": 10.0}
-# What a rate's queue holds: 4 ms of traffic, and never less than a 64 KiB segment that the sender hands over whole.
+# Bucket size of each rate: 4 ms of traffic, and at least a 64 KiB segment, which the sender passes on as a whole.
 BURST = {"100mbit": "128kb", "1gbit": "512kb", "10gbit": "5mb"}
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "int4", "topk", "threshold", "powersgd", "auto")
-# name: the keys under exchange
+# name: the keys under exchange.
 EXCHANGES: dict[str, dict] = {name: {"compression": name} for name in COMPRESSIONS}
 EXCHANGES |= {"delayed": {"mode": "delayed"}, "no exchange": {"mode": "local_sgd", "local_steps": 10**9}}
 PORT = 29577
-PORTS = itertools.count(PORT + 1)  # one for each engine: they wait side by side
-# For the time of a launch, mpirun's remote shell: the "host" is an address of another namespace.
+PORTS = itertools.count(PORT + 1)  # one for each engine, as they wait at the same time
+# mpirun's remote shell during a launch: the "host" is an address of another namespace.
 AGENT = '#!/bin/sh\nhost=hvd$((${1##*.} - 1))\nshift\nexec ip netns exec $host sh -c "$*"\n'
 
 
@@ -51,7 +51,7 @@ def shell(*line: str) -> None:
 
 @contextmanager
 def hosts(count: int = RANKS) -> Iterator[None]:
-    """Make so many namespaces: two that are joined directly, or more at a bridge."""
+    """Make ``count`` namespaces: two with a direct link, or more on a bridge."""
     bridge = [BRIDGE] if count > 2 else []
     for name in (*NET, BRIDGE):
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
@@ -79,7 +79,7 @@ def hosts(count: int = RANKS) -> Iterator[None]:
 
 
 def throttle(rate: str, count: int = RANKS) -> None:
-    """Let each host send at ``rate``, and receive at it."""
+    """Limit each host's sending and receiving to ``rate``."""
     bucket = ["tbf", "rate", rate, "burst", BURST[rate], "latency", "50ms"]
     for name, device in zip(NET[:count], DEVICES, strict=False):
         for end in (name, BRIDGE) if count > 2 else (name,):
@@ -107,7 +107,7 @@ else:
 
 
 def measured(rate: str) -> float:
-    """Gbit/s of one TCP stream from one namespace to the other, over about a second."""
+    """Measure one TCP stream between two namespaces for about a second; return Gbit/s."""
     words = [ADDRESSES[1], str(PORT), str(int(RATES[rate] * 1e9 / 8))]
     python = [sys.executable, "-c", PROBE]
     line = ["ip", "netns", "exec", NET[1], *python, "take", *words]
@@ -133,7 +133,7 @@ def remote_shell(folder: Path) -> Path:
 
 
 def over_the_link(agent: Path, ranks: int = RANKS) -> Lines:
-    """Command lines for compare.Running: each rank in its own namespace, on a core of its own if there are so many."""
+    """Return command lines for compare.Running: each rank in its own namespace, on its own core if there are enough."""
     cores = os.cpu_count() or 1
 
     def lines(engine: Engine, work: list[str]) -> list[tuple[list[str], dict[str, str]]]:

@@ -1,4 +1,4 @@
-"""One rank through our loop against a bare loop: blocks of steps in turn, in one process, for each framework."""
+"""Our loop against a bare loop on one rank: blocks of steps in turns, in one process, for each framework."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TITLE = f"images/s of one rank, CNN, batch {BATCH}, {DATA['name']}; medians of {
 
 
 class Turns:
-    """Two loops that hand each other the processor after every block of steps; each is timed in its own blocks."""
+    """Two loops that take turns after every block of steps; each is timed in its own blocks."""
 
     def __init__(self, names: list[str]) -> None:
         self.turn, self.names, self.condition = 0, names, threading.Condition()
@@ -50,11 +50,11 @@ class Turns:
 
 
 class Enough(BaseException):
-    """Ends the product's loop. Not an Exception, which the product would report as a mistake of the hook."""
+    """Ends the product's loop. It is no Exception, which the product would report as an error of the hook."""
 
 
 def ours(framework: str, turns: Turns) -> Callable[[], None]:
-    """Return the product's loop; the turns change in a hook."""
+    """Return the product's loop; a hook switches turns."""
     from hvd_train.core.hooks import Hook
 
     class Paced(Hook):
@@ -62,7 +62,7 @@ def ours(framework: str, turns: Turns) -> Callable[[], None]:
             if not turns.step("ours"):
                 raise Enough
 
-    # A call for each step, as the bare loop has.
+    # One step per call, as in the bare loop.
     trainer = cnn_trainer(framework, {"steps_per_execution": 1, "max_epochs": 1000}, Paced())
 
     def loop() -> None:
@@ -80,12 +80,12 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
 
     data = open_data(DataConfig(**DATA))
     inputs, labels = data.train.fetch(np.arange(len(data.train)))
-    divisor = np.float32(data.sample.inputs["input"].divisor)  # sources give images as they are stored
+    divisor = np.float32(data.sample.inputs["input"].divisor)  # sources yield images as they are stored
     return inputs["input"].astype(np.float32) / divisor, labels["label"]
 
 
 def bare_pytorch(turns: Turns) -> Callable[[], None]:
-    """Return a loop written by hand: the data in one tensor, a permutation per epoch, autograd, torch's fused SGD."""
+    """Return a handwritten loop: the data in one tensor, a permutation per epoch, autograd, torch's fused SGD."""
     import torch
     import torch.nn.functional as F
 
@@ -112,7 +112,7 @@ def bare_pytorch(turns: Turns) -> Callable[[], None]:
 
 
 def bare_tensorflow(turns: Turns) -> Callable[[], None]:
-    """Return a loop written by hand: the data in memory, a permutation per epoch, one tf.function, Keras' SGD."""
+    """Return a handwritten loop: the data in memory, a permutation per epoch, one tf.function, Keras' SGD."""
     import keras
     import tensorflow as tf
 
@@ -144,7 +144,7 @@ def bare_tensorflow(turns: Turns) -> Callable[[], None]:
 
 
 def compare(framework: str) -> dict:
-    """Run both loops in turn, in this process."""
+    """Run both loops in turns, in this process."""
     turns = Turns(["bare", "ours"])
     bare = bare_pytorch if framework == "pytorch" else bare_tensorflow
     workers = [threading.Thread(target=one) for one in (ours(framework, turns), bare(turns))]

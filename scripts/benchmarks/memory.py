@@ -1,7 +1,7 @@
-"""What each rank of a job needs, on BERT, whose outputs are large: memory, and the share of the time that it computes.
+"""Memory and CPU share of each rank on BERT, whose outputs are large.
 
-A parallel training that gathers all outputs on rank 0 (torch.nn.DataParallel's way: "gathered", here among processes)
-needs more of one rank than of the others, which then wait for it. Each engine runs alone, one after the other.
+A parallel training that gathers all outputs on rank 0 ("gathered": torch.nn.DataParallel's method, with processes)
+needs more of one rank than of the others, which wait for it. Engines run alone, one after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from compare import SLOW_WARM_STEPS, Engine, Running, machine, on_this_host
 from tables import markdown
 from work import MODELS, ROOT
 
-BACK = {"MALLOC_TRIM_THRESHOLD_": str(1 << 17)}  # the C library's own: what a step frees goes back to the kernel
+BACK = {"MALLOC_TRIM_THRESHOLD_": str(1 << 17)}  # the C library returns what a step frees to the kernel
 ENGINES = {
     "ours, PyTorch": (Engine("pytorch", "ours", "mpirun"), {}),
     "ours, PyTorch, no memory kept": (Engine("pytorch", "ours", "mpirun"), BACK),
@@ -29,7 +29,7 @@ ENGINES = {
 
 
 def measured(engine: Engine, variables: dict[str, str], model: str, steps: int) -> list[dict[str, float]]:
-    """Of each rank: peak resident memory (MB), CPU seconds a step, and their share of the wall time."""
+    """Return each rank's peak resident memory (MB), CPU seconds a step, and their share of the wall time."""
 
     def lines(engine: Engine, work: list[str]) -> list[tuple[list[str], dict[str, str]]]:
         return [(line, extra | variables) for line, extra in on_this_host(engine, work)]

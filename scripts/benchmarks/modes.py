@@ -1,7 +1,7 @@
-"""Every way to train in parallel, as ``hvd-train modes`` compares them: CNN, MLP and GPT over slow links.
+"""Compare every way to train in parallel, as ``hvd-train modes`` does: CNN, MLP and GPT over slow links.
 
-Links are those of scripts/bench link (a network namespace for each rank, as root); ``--rates here`` runs without one.
-``--set exchange.mode=local_sgd --set exchange.local_steps=1000000`` shows with local_sgd a step that exchanges nothing.
+Links are those of scripts/bench link (a network namespace for each rank, as root); ``--rates here`` uses none.
+``--set exchange.mode=local_sgd --set exchange.local_steps=1000000`` makes local_sgd a step without any exchange.
 ``--accuracy`` adds the validation accuracy of SINGA's CNN on Fashion-MNIST, on this host: 5 epochs, 3 seeds.
 """
 
@@ -51,7 +51,7 @@ def over_the_link(agent: Path, ranks: int) -> Start:
 
 @contextmanager
 def started(rate: str, ranks: int, folder: Path) -> Iterator[tuple[Start, str]]:
-    """Yield the way to start ranks, and the name of the link with its measured speed."""
+    """Yield a function that starts ranks, and the link's name with its measured speed."""
     if rate == HERE:
         yield on_ranks(["-np", str(ranks)]), "on this host"
         return
@@ -98,9 +98,9 @@ def accuracy_table(framework: str, chosen: Sequence[Way], epochs: int, seeds: in
 
 
 def longest_steps(measured: Sequence[Result]) -> str:
-    """Return how many times the median a way's longest step takes, where no call of the framework runs several."""
+    """Return the longest step of each way as a multiple of its median; only for ways with one step per call."""
     ran = [one for one in measured if one.figures]
-    # Steps that wait for others, to run with them in one call, take no time of their own.
+    # Queued steps take no time until they run together in one call.
     least = min((one.middle("ms") for one in ran), default=0.0) / 4
     ratios = [
         f"{one.way.name} {one.middle('longest_ms') / one.middle('median_ms'):.2g}"

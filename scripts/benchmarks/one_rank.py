@@ -1,4 +1,4 @@
-"""What the benchmarks of one rank share: data, optimizer, settings, and a process for each measurement."""
+"""Shared by the benchmarks on one rank: data, optimizer, settings, and a process for each measurement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATA = {"name": "idx", "path": str(FASHION)} if FASHION.exists() else {"name": "
 BATCH = 64
 FRAMEWORKS = ("pytorch", "tensorflow")
 SGD = {"lr": 0.005, "momentum": 0.9, "weight_decay": 1e-5}
-# Training steps alone, and nothing written.
+# Training steps only, and nothing written.
 STEPS_ALONE: dict = {
     "check_val_every_n_epoch": 1000,
     "limit_val_batches": 1,
@@ -29,7 +29,7 @@ STEPS_ALONE: dict = {
 
 
 def cnn_trainer(framework: str, settings: dict, hook: Hook) -> Trainer:
-    """Return the product's loop for the CNN on one rank, with ``settings`` over the usual ones."""
+    """Return the product's loop for the CNN on one rank, with ``settings`` on top of the usual ones."""
     from hvd_train.config import Config
     from hvd_train.core.loop import Trainer
     from hvd_train.data.catalog import open_data
@@ -47,7 +47,7 @@ def cnn_trainer(framework: str, settings: dict, hook: Hook) -> Trainer:
 
 
 def alone(program: str, *words: str) -> dict:
-    """Run ``program WORDS`` in a process of its own, and return the JSON object of its last line."""
+    """Run ``program WORDS`` in its own process; return the JSON object in its last line."""
     from hvd_train.frameworks import KERNELS
 
     env = {

@@ -1,4 +1,4 @@
-"""Images a second of many small PNG files, and of the same data packed; seconds to pack on 1 and 2 ranks."""
+"""Images/s of many small PNG files and of the same data packed; seconds to pack on 1 and 2 ranks."""
 
 from __future__ import annotations
 

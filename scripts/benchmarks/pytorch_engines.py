@@ -1,4 +1,4 @@
-"""Engines on PyTorch: a loop written by hand, DDP, Horovod, Lightning, Accelerate, and three lines of ours."""
+"""Engines on PyTorch: a handwritten loop, DDP, Horovod, Lightning, Accelerate, and three lines of ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def bare_pytorch(
     size: int = 2,
     channels_last: bool = False,
 ) -> None:
-    """The loop one writes by hand; ``wrap(model)`` makes it parallel, ``optimize(optimizer, model)`` likewise."""
+    """Run a handwritten loop; ``wrap(model)`` or ``optimize(optimizer, model)`` makes it parallel."""
     import torch
 
     rank = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
@@ -37,7 +37,7 @@ def bare_pytorch(
 
 
 def mean_over_ranks(value: float) -> float:
-    """Of a loss, through whatever world this engine has."""
+    """Average a loss over the ranks of this engine's world."""
     import torch
     import torch.distributed as dist
 
@@ -57,8 +57,8 @@ def ddp(hook: str = "") -> Callable:
         from torch.nn.parallel import DistributedDataParallel
 
         dist.init_process_group("gloo")
-        # Over Gloo the PowerSGD hook's chained transfers of several buckets meet in another order on each rank, and it
-        # dies of it: it gets all gradients in one.
+        # Over Gloo, the chained transfers of the PowerSGD hook are in different orders on the ranks if there are
+        # several buckets, and it fails. So it gets all gradients in one bucket.
         megabytes = 1 << 12 if hook == "powersgd" else None
         wrapped = DistributedDataParallel(net, gradient_as_bucket_view=True, bucket_cap_mb=megabytes)
         if hook == "fp16":
@@ -72,7 +72,7 @@ def ddp(hook: str = "") -> Callable:
 
 
 def bare_horovod(model: str, count: Count) -> None:
-    """As Horovod's documentation tells."""
+    """Train as in Horovod's documentation."""
     import horovod.torch as hvd
 
     hvd.init()
@@ -85,15 +85,17 @@ def bare_horovod(model: str, count: Count) -> None:
 
 
 def script_pytorch(model: str, count: Count) -> None:
-    """A loop of the user's own in three lines."""
+    """Train by a user's loop with three lines of ours."""
     import hvd_train.torch as ht
 
     bare_pytorch(model, count, lambda net: net, lambda optimizer, net: ht.distribute(net, optimizer)[1])
 
 
 def gathered(model: str, count: Count) -> None:
-    """As torch.nn.DataParallel works, among processes: rank 0 gets the outputs of all, takes the loss and sends their
-    gradients back."""
+    """Train as torch.nn.DataParallel does, with processes.
+
+    Rank 0 gathers all outputs, computes the loss and sends their gradients back.
+    """
     import torch
     import torch.distributed as dist
     from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -145,7 +147,7 @@ def lightning(model: str, count: Count) -> None:
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = net.train()  # Lightning leaves it as it is
+            self.net = net.train()  # Lightning does not set the mode
 
         def training_step(self, batch, index) -> Any:
             self.loss = torch_loss(self.net(batch[0]), batch[1])

@@ -1,6 +1,6 @@
-"""Steps a second of rank 0 while rank 1 takes ten times as long for each step: in lockstep, and where no rank waits.
+"""Steps/s of rank 0 while rank 1 takes ten times as long per step: synchronous, and where no rank waits.
 
-Each step of a rank ends with a pause, so that the figure is about waiting and not about cores.
+Each step ends with a pause, so that the figure is about waiting and not about cores.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hvd_train.core.hooks import Hook
 TITLE = "steps of rank 0 beside a slow rank"
 MODES, FRAMEWORKS, RANKS, TURNS = ("allreduce", "async", "parameter_server"), ("pytorch", "tensorflow"), (2, 4), 2
 PAUSE, FACTOR = 0.02, 10
-FACTORS = "HVD_TRAIN_SLOW_RANK"  # how many times as long rank 1's pause is
+FACTORS = "HVD_TRAIN_SLOW_RANK"  # rank 1's pause in multiples of rank 0's
 
 
 class Pause(Hook):
-    """The pause, and the milliseconds between two steps of rank 0 within an epoch."""
+    """Pauses after each step, and records the milliseconds between two steps of rank 0 in an epoch."""
 
     def __init__(self) -> None:
         self._times: list[tuple[float, int]] = []
@@ -38,13 +38,13 @@ class Pause(Hook):
     def on_end(self, trainer, summary) -> None:
         if trainer.communicator.rank == 0:
             times, epochs = (np.array(column) for column in zip(*self._times, strict=True))
-            # Not over an epoch's end, and not the step after which all meet.
+            # Not across an epoch's end, and not the step after a synchronization.
             inside = np.diff(times)[np.diff(epochs) == 0]
             Path("milliseconds.json").write_text(json.dumps((1000 * inside).tolist()))
 
 
 def run(framework: str, mode: str, ranks: int, factor: int, folder: Path) -> list[float]:
-    """Train for two epochs; return the milliseconds of each of rank 0's steps."""
+    """Train for two epochs; return the milliseconds of each step of rank 0."""
     (folder / "slow_rank.py").write_text(Path(__file__).read_text())
     keys = {"framework": framework, "exchange.mode": mode, "hooks": "[slow_rank:Pause]", "max_epochs": 2}
     keys |= {"data.name": "digits", "model.name": "mlp", "model.hidden": "[64]", "batch_size": 8, "run_dir": "run"}
@@ -59,7 +59,7 @@ def measure() -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         for framework, mode, ranks in cases:
             taken: dict[int, list[float]] = {1: [], FACTOR: []}
-            for _ in range(TURNS):  # in turn: other work on the machine disturbs both alike
+            for _ in range(TURNS):  # in turns: other work on the machine disturbs all alike
                 for factor, times in taken.items():
                     times += run(framework, mode, ranks, factor, Path(folder))
             even, slow = (float(np.mean(taken[factor])) for factor in (1, FACTOR))

@@ -20,7 +20,7 @@ def measure() -> list[dict]:
 
 
 def started(cases: list[tuple[str, int, list[str], list[str]]]) -> list[dict]:
-    """Start each case three times, in turn. A case: (framework, ranks, words before ``hvd-train fit``, words after)."""
+    """Start each case three times, in turns. A case: (framework, ranks, words before ``hvd-train fit``, after it)."""
     from hvd_train.launch.start import environment
 
     seconds: list[list[float]] = [[] for _ in cases]

@@ -33,15 +33,15 @@ PAIRS, WARM = 15, 1
 LIMIT, TIMES, SECONDS = 2.0, 3, 60.0
 
 
-# ---- saves and checks: one world, in which they are switched on and off
+# ---- saves and checks: one training, in which they are switched on and off
 
 
 class Enough(BaseException):
-    """No Exception: a hook's would be told as its fault."""
+    """Ends the loop. It is no Exception, which would be reported as an error of the hook."""
 
 
 def work(framework: str, part: str, pairs: int, file: Path) -> None:
-    """One rank: trains, and on rank 0 writes the seconds of each block."""
+    """Train as one rank, and on rank 0 write the seconds of each block."""
     from hvd_train.config import Config
     from hvd_train.core.control_sync import StopSource
     from hvd_train.core.hooks import Hook
@@ -61,7 +61,7 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
         due = staticmethod(lambda: False)
 
     class Blocks(Hook):
-        """Off, on, off, on, ..."""
+        """Times blocks, alternately with the feature off and on."""
 
         def on_start(self, trainer) -> None:
             self.k, self.began = 0, 0.0
@@ -108,10 +108,10 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
 
 
 def switched(framework: str, part: str, pairs: int) -> dict:
-    """Medians over pairs of blocks; ``cost``: of what is switched on, as a share of the steps."""
+    """Return medians over pairs of blocks; ``cost``: the time of the feature as a share of the steps."""
     from hvd_train.launch.start import command, environment
 
-    runs = ROOT / "runs"  # on a disk; /tmp may lie in memory
+    runs = ROOT / "runs"  # on a disk; /tmp may be in memory
     runs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=runs) as folder:
         file = Path(folder) / "seconds.json"
@@ -133,7 +133,7 @@ def switched(framework: str, part: str, pairs: int) -> dict:
 
 
 def detected(framework: str, launcher: str, number: signal.Signals) -> tuple[float, float]:
-    """Seconds until rank 1 is named, and until the job has ended."""
+    """Return the seconds until rank 1 is named, and until the job has ended."""
     with tempfile.TemporaryDirectory() as folder:
         line = [str(Path(sys.executable).parent / "hvd-train"), "fit", "-np", "2", "--launcher", launcher]
         line += ["-c", str(ROOT / "scripts" / "configs" / "tiny.yaml"), "--run-dir", f"{folder}/run"]

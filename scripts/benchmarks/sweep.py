@@ -1,4 +1,4 @@
-"""Trials as launches one after the other, and within one world of 2 ranks."""
+"""Trials as separate launches, and in one world of 2 ranks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def comparison(framework: str, results: dict[str, dict[str, dict]]) -> str:
-    """results: {model: {engine: figures}}."""
+    """Return a table. results: {model: {engine: figures}}."""
     header = [
         "model",
         "engine",
@@ -51,7 +51,7 @@ def comparison(framework: str, results: dict[str, dict[str, dict]]) -> str:
 
 
 def overview(results: dict[str, dict[str, dict[str, dict]]]) -> str:
-    """A row per framework and model: how many times as fast as each engine ours is. results: {framework: ...}."""
+    """Return a row per framework and model: our speed relative to each engine. results: {framework: ...}."""
     parts = []
     for framework, models in results.items():
         names = [n for n in dict.fromkeys(e for engines in models.values() for e in engines) if n != "ours"]
@@ -67,7 +67,7 @@ def overview(results: dict[str, dict[str, dict[str, dict]]]) -> str:
 
 
 def _coloured(names: list[str]) -> list[tuple[str, Any]]:
-    """(name, colour): ours in blue, then the peers in orange, then what exchanges nothing in grey."""
+    """Return (name, colour): ours in blue, other engines in orange, engines without an exchange in grey."""
     from matplotlib import colormaps
 
     blue = [name for name in names if name.startswith("ours")]
@@ -81,7 +81,7 @@ def _coloured(names: list[str]) -> list[tuple[str, Any]]:
 
 
 def picture(results: dict[str, dict[str, dict[str, dict]]], path: Path) -> None:
-    """One panel per framework; for each model the engines' throughput as a share of ours. results: {framework: ...}."""
+    """Draw a panel per framework: each model's throughput relative to ours. results: {framework: ...}."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -117,7 +117,7 @@ def picture(results: dict[str, dict[str, dict[str, dict]]], path: Path) -> None:
 
 
 def over_link(framework: str, results: dict[str, dict]) -> str:
-    """results: {rate: {"gbit_per_second": [before, after], "steps": {engine: figures}}}; one row per engine."""
+    """Return a row per engine. results: {rate: {"gbit_per_second": [before, after], "steps": {engine: figures}}}."""
     names = list(dict.fromkeys(name for one in results.values() for name in one["steps"]))
     header = ["engine"]
     for rate, one in results.items():
@@ -139,7 +139,7 @@ def over_link(framework: str, results: dict[str, dict]) -> str:
 
 
 def link_picture(results: dict[str, dict[str, dict]], path: Path) -> None:
-    """One panel per framework and rate: milliseconds per step of each engine."""
+    """Draw a panel per framework and rate: milliseconds per step of each engine."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -165,7 +165,7 @@ def link_picture(results: dict[str, dict[str, dict]], path: Path) -> None:
 
 
 def _of_ways(figures: dict[str, list[dict]]) -> dict[tuple[str, str, str, int], dict[str, float]]:
-    """figures: {framework-rate-model-ranks: ways}; return milliseconds a step: {(the four): {way: its median}}."""
+    """Return {key: {way: median ms per step}}. figures: {framework-rate-model-ranks: ways}; key: these four."""
     found = {}
     for key, results in figures.items():
         framework, rate, model, ranks = key.split("-")
@@ -175,7 +175,7 @@ def _of_ways(figures: dict[str, list[dict]]) -> dict[tuple[str, str, str, int], 
 
 
 def of_ways(figures: dict[str, list[dict]]) -> str:
-    """A table for each model: a row for each way, and milliseconds a step of each framework and link."""
+    """Return a table for each model: a row for each way, with ms per step for each framework and link."""
     found, tables = _of_ways(figures), []
     for model in dict.fromkeys(model for _, _, model, _ in found):
         columns = {column: ways for column, ways in found.items() if column[2] == model}
@@ -187,7 +187,7 @@ def of_ways(figures: dict[str, list[dict]]) -> str:
 
 
 def ways_picture(figures: dict[str, list[dict]], path: Path) -> None:
-    """A row of panels for each framework: milliseconds a step of each model over links, or over several ranks."""
+    """Draw a row of panels for each framework: ms per step of each model over links, or over several ranks."""
     import matplotlib
 
     matplotlib.use("Agg")

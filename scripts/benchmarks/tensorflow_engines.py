@@ -1,4 +1,4 @@
-"""Engines on TensorFlow: one process by hand, MultiWorkerMirroredStrategy, and a ``model.fit`` of two lines of ours."""
+"""Engines on TensorFlow: a handwritten process, MultiWorkerMirroredStrategy, ``fit`` with two lines of ours."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from work import BATCHES, LOSSES, MODELS, SGD, Count, cycle, held, keras_loss, keras_value, prepared, settings
 
-EPOCH = 300  # steps of an epoch of model.fit
+EPOCH = 300  # steps per epoch of model.fit
 
 
 def bare_tensorflow(model: str, count: Count, size: int) -> None:
-    """One process by hand: one tf.function, Keras' SGD. Its loss is that of its own samples."""
+    """Train in one process with a handwritten loop: one tf.function, Keras' SGD. The loss is of its own samples."""
     import keras
     import tensorflow as tf
 
@@ -38,7 +38,7 @@ def bare_tensorflow(model: str, count: Count, size: int) -> None:
 
 
 def legacy_ops(tf) -> Any:
-    """What the zoo takes of ``keras.ops``, which Keras 2 has not."""
+    """Return what the zoo uses of ``keras.ops``, which Keras 2 does not have."""
     from types import SimpleNamespace
 
     plain = ("matmul", "transpose", "reshape", "unstack", "cast", "equal", "pad")
@@ -47,14 +47,14 @@ def legacy_ops(tf) -> Any:
         softmax=tf.nn.softmax,
         erf=tf.math.erf,
         take=lambda x, at, axis: tf.gather(x, at, axis=axis),
-        swapaxes=lambda x, a, b: tf.linalg.matrix_transpose(x),  # of the last two
+        swapaxes=lambda x, a, b: tf.linalg.matrix_transpose(x),  # of the last two axes
         full=lambda shape, value, kind: tf.cast(tf.fill(shape, value), kind),
         triu=lambda x, k: x - tf.linalg.band_part(x, -1, k - 1),
     )
 
 
 def multi_worker(model: str, count: Count) -> None:
-    """MultiWorkerMirroredStrategy with legacy Keras' ``fit`` (it raises under Keras 3)."""
+    """Train by MultiWorkerMirroredStrategy with legacy Keras' ``fit`` (it raises under Keras 3)."""
     import tensorflow as tf
     import tf_keras
 
@@ -74,7 +74,7 @@ def multi_worker(model: str, count: Count) -> None:
     tf.config.threading.set_inter_op_parallelism_threads(threads)
     from tensorflow.python.eager import context
 
-    # Else a worker that awaits its turn is taken for a dead one.
+    # Otherwise a worker that waits for its turn is considered dead.
     service = context.context().configure_coordination_service
     context.context().configure_coordination_service = partial(service, heartbeat_timeout_in_ms=10**7)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -86,7 +86,7 @@ def multi_worker(model: str, count: Count) -> None:
     steps = [step.micro_batches[0] for step, _ in zip(loader.epoch(0), range(BATCHES), strict=False)]
     images = {name: np.concatenate([batch.inputs[name] for batch in steps]) for name in data.sample.inputs}
     for name, field in data.sample.inputs.items():
-        if field.divisor != 1:  # bytes, of which our front-end makes floats on the device
+        if field.divisor != 1:  # bytes, which our front-end converts to floats on the device
             images[name] = images[name].astype(np.float32) / np.float32(field.divisor)
     inputs = one_or_all(images)
     labels = one_or_all({name: np.concatenate([batch.labels[name] for batch in steps]) for name in data.sample.labels})
@@ -96,7 +96,7 @@ def multi_worker(model: str, count: Count) -> None:
         net = importlib.import_module(f"tf_models.{config.model.name}").build(
             data.sample.input_shape, data.sample.num_classes, **options
         )
-        zoo = {"gamma": "scale", "beta": "bias"}  # as the zoo's tables name them
+        zoo = {"gamma": "scale", "beta": "bias"}  # the zoo's names
         for variable in net.trainable_variables:
             layer, _, kind = variable.name.partition(":")[0].rpartition("/")
             variable.assign(first_weight(f"{layer}.{zoo.get(kind, kind)}", tuple(variable.shape), 0))
@@ -113,7 +113,7 @@ def multi_worker(model: str, count: Count) -> None:
                 mean = float(logs["loss"])
                 value = mean * (index + 1) - self.before * index
                 self.before = mean
-                return value / size  # what it reports is added over the workers
+                return value / size  # it reports a sum over the workers
 
             count(loss)
 
@@ -126,7 +126,7 @@ def multi_worker(model: str, count: Count) -> None:
 
 
 def script_keras(model: str, count: Count, steps: int = 1) -> None:
-    """A ``model.fit`` of the user's own in two lines, which divides the arrays itself."""
+    """Train by ``model.fit`` with two lines of ours, which divide the arrays."""
     import hvd_train.keras as hk  # isort: skip
     import keras
 

@@ -1,6 +1,6 @@
-"""The work of all engines of a comparison: models, data, first weights and batches; losses; the count of steps.
+"""The work of all engines of a comparison: models, data, first weights, batches and losses; the step counter.
 
-Every engine does the same: the same first weights, the same batches in the same order, SGD with momentum, float32.
+Every engine does the same: equal first weights, the same batches in the same order, SGD with momentum, float32.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # an engine of another checkout takes the package of that one
+sys.path.insert(0, str(ROOT))  # an engine of another checkout imports that one's package
 
 SGD = {"lr": 0.005, "momentum": 0.9}
 RANKS = 2
-BATCHES = 40  # steps whose batches a peer keeps in memory; it goes through them again and again
-LOSSES = 3  # first losses that are kept, to see that all engines compute the same (ResNet drifts apart within ten)
+BATCHES = 40  # steps whose batches an engine keeps in memory and cycles through
+LOSSES = 3  # first losses kept, to check that all engines compute the same (ResNet diverges within ten)
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 IMAGES = {"name": "idx", "path": str(FASHION)} if FASHION.exists() else {"name": "digits", "image_size": 28}
 TEXT = {"name": "text", "path": str(Path(os.__file__).parent / "asyncio"), "sequence_length": 64}
 PAIRS = {"name": "masked_text", "sequence_length": 163}
 
-# model: (config.model, config.data, samples per rank)
+# model: (config.model, config.data, samples per rank).
 MODELS: dict[str, tuple[dict, dict, int]] = {
     "cnn": ({"name": "cnn"}, IMAGES, 64),
     "mlp": ({"name": "mlp", "hidden": [4096, 4096, 1024]}, IMAGES, 64),
@@ -39,14 +39,14 @@ MODELS: dict[str, tuple[dict, dict, int]] = {
     "pyramidnet": ({"name": "pyramidnet"}, IMAGES | {"image_size": 32}, 16),
 }
 TASKS: dict[str, dict] = {"bert": {"loss": {"words": "cross_entropy", "next": "cross_entropy"}}}
-HIDDEN = -100  # the label of a place that has none
+HIDDEN = -100  # the label of a token without a label
 
 
-held: list = []  # what peers keep in memory beside their batches
+held: list = []  # what other engines keep in memory besides their batches
 
 
 class Count:
-    """A file of 24 bytes that others map: steps done, when the last one ended (ns, monotonic), this process' number."""
+    """A file of 24 bytes that others map: steps done, end of the last one (ns, monotonic), this process' id."""
 
     def __init__(self, path: Path) -> None:
         self.file = np.memmap(path, np.int64, "w+", shape=(3,))
@@ -81,7 +81,7 @@ def settings(framework: str, model: str, exchange: dict) -> dict:
 def prepared(
     framework: str, work: str, rank: int, size: int, count: int = BATCHES, channels_last: bool = False
 ) -> tuple[Any, list]:
-    """Return (model with the first weights, list of batches (inputs, labels) of this rank), in the framework's shape.
+    """Return (model with the first weights, list of this rank's batches (inputs, labels)), in the framework's layout.
 
     Several inputs or labels are dicts.
     """
@@ -96,7 +96,7 @@ def prepared(
 
     config = Config.model_validate(settings(framework, work, {}))
     data = open_data(config.data, config.task)
-    held.append(data)  # as a loader of theirs would
+    held.append(data)  # as the engine's own loader would
     module = FRAMEWORKS[framework].load()
     module.configure(int(os.environ.get("OMP_NUM_THREADS", "1")))
     frontend = module.open_frontend(FrontEndConfig.of(config), Groups.of(Serial()), data.sample)
@@ -114,7 +114,7 @@ def prepared(
         model = build(data.sample.input_shape, data.sample.num_classes, **dict(config.model.options))
         model.set_weights(frontend.model.get_weights())
         return model, batches
-    if framework == "pytorch" and not channels_last:  # as one writes it by hand
+    if framework == "pytorch" and not channels_last:  # as in a handwritten loop
         frontend.model.to(memory_format=sys.modules["torch"].contiguous_format)
         batches = [(x if isinstance(x, dict) else x.contiguous(), y) for x, y in batches]
     return frontend.model, batches
@@ -126,7 +126,7 @@ def cycle(batches) -> Iterator:
 
 
 def torch_loss(logits, labels) -> Any:
-    """The mean over this rank's places, as one writes it; of several outputs their sum."""
+    """Return the mean over this rank's tokens, as in a handwritten loop; of several outputs the sum."""
     import torch.nn.functional as F
 
     if isinstance(labels, dict):
@@ -139,7 +139,7 @@ def called(net, inputs) -> Any:
 
 
 def keras_loss(keras, labels) -> Any:
-    """Keras' losses for such labels, the tests' and legacy Keras alike: one, or a dict."""
+    """Return Keras' losses for such labels, one or a dict, in current or legacy Keras."""
     entropy = partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True)
     if isinstance(labels, dict):
         return {name: entropy(ignore_class=HIDDEN) if len(y.shape) > 1 else entropy() for name, y in labels.items()}

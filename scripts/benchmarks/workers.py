@@ -1,4 +1,4 @@
-"""Images a second of an imagefolder of photographs (JPEG, flipped and cropped), with 1 and 2 workers."""
+"""Images/s of an imagefolder of photographs (JPEG, flipped and cropped), with 1 and 2 workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TITLE = f"imagefolder of photographs, medians of {BLOCKS} epochs of 160 images i
 
 
 def photographs(folder: str) -> Any:
-    """Return the training part of an imagefolder, with varied images."""
+    """Return the training part of an imagefolder, with augmented images."""
     from hvd_train.config import DataConfig
     from hvd_train.data.catalog import open_data
 
@@ -39,7 +39,7 @@ def read_half(folder: str, rank: int) -> None:
 
 
 def measure() -> list[dict]:
-    """Compare with two processes that share nothing: they show what the second core gives at this moment."""
+    """Compare with two independent processes, which show what a second core yields at this moment."""
     from PIL import Image
     from sklearn.datasets import load_sample_images
 

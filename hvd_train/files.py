@@ -150,10 +150,8 @@ def _check_plain(path: Path, status: os.stat_result, most: int | None) -> None:
 
 
 def appended(path: Path) -> io.FileIO:
-    """Open a file for appending, unbuffered; create it if it is missing.
-
-    Raises OSError for a link, and for a pipe without a reader.
-    """
+    """Open a file for appending, unbuffered; create it if missing. Raises OSError for a link, or a pipe without a
+    reader."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, f"{path.name} is a symbolic link", str(path))
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 class Framework:
     """A record of a framework, which can be read before the framework is loaded.
 
-    ``module``: its front-end, a ``protocol.FrontEndModule``; ``communicator``: the module that carries its tensors
-    between ranks, a ``protocol.CommunicatorModule``; ``packages``: what must be installed; ``horovod``: Horovod's
-    module for it (empty: it needs none); ``zoo``: the package of its models, a file each (empty: it has none).
-    ``format``, ``ending``: its own kind of file, which the module ``exporter`` writes (empty: none), and whether it
-    loads by that ending.
-    ``stages``: the front-end of a rank that has a part of the model; ``placed``: of one that has several devices
+    ``module``: its front-end, a ``protocol.FrontEndModule``; ``communicator``: the module with its communicator, a
+    ``protocol.CommunicatorModule``; ``packages``: what must be installed; ``horovod``: Horovod's module for it (empty:
+    it needs none); ``zoo``: the package of its models, a file each (empty: none).
+    ``exporter``: the module that writes its own model files (empty: none), of ``format`` and ``ending``;
+    ``loads_by_ending``: whether it loads only files with this ending.
+    ``stages``: the front-end of a rank with some of a model's blocks; ``placed``: that of a rank with several devices
     (empty: none). ``weight_files``: the module that reads files of weights, by their endings (empty: none).
-    ``channels_first``: so it takes images.
-    ``settings``: environment variables that it reads while it loads; ``quiet``: those that keep it silent;
-    ``unneeded``: packages that it imports if they are installed, and that no training needs.
-    ``threads_wait``: in each operation its threads wait for the last one of them.
+    ``channels_first``: the axis order of its images.
+    ``settings``: environment variables that it reads while it loads; ``quiet``: those that silence it; ``unneeded``:
+    packages that it imports if they are installed, and that no training needs. ``threads_wait``: whether in each
+    operation its threads wait for the last of them.
     """
 
     name: str

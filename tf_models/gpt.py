@@ -49,10 +49,7 @@ class Positions(layers.Layer):
 
 @keras.saving.register_keras_serializable("hvd_train")
 class CausalAttention(layers.Layer):
-    """Query, key and value (n, T, 3 width), the last axis as (3, heads, width / heads) -> (n, T, width).
-
-    Later positions are masked.
-    """
+    """Causal: query, key, value (n, T, 3 width), last axis (3, heads, width / heads) -> (n, T, width)."""
 
     def __init__(self, heads: int, **keys) -> None:
         super().__init__(**keys)

@@ -19,7 +19,7 @@ def need_images(input_shape: tuple[int, ...], least: int, model: str) -> None:
 
 
 def conv(x, out: int, side: int, stride: int, name: str) -> keras.KerasTensor:
-    """A convolution with equal padding on all sides, as in PyTorch; with a stride, 'same' is not."""
+    """A convolution with equal padding on all sides, as in PyTorch; Keras' 'same' with a stride pads unequally."""
     if side > 1 and stride > 1:
         x = layers.ZeroPadding2D(side // 2, name=f"{name}.pad")(x)
     padding = "valid" if stride > 1 else "same"

@@ -161,10 +161,7 @@ class StateTree(NamedArrays):
     def _measure_error(self, placed: Any, scale: Scale, seed: int) -> Any: ...
 
     def compression_error(self, placed: Any, scale: Scale, seed: int) -> Any:
-        """Return the figures of ``update/error_meter.py`` for this batch's gradient.
-
-        Running statistics do not change.
-        """
+        """Return the figures of ``update/error_meter.py`` for this batch's gradient. Statistics do not change."""
         kept = self.running_statistics()
         figures = self._measure_error(placed, scale, seed)
         self.load(kept)

@@ -26,10 +26,7 @@ def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads:
 
 
 def gpu_of(config: FrontEndConfig, communicator: Communicator, visible: int, framework: str) -> int | None:
-    """Return the GPU of this rank among the ``visible`` ones, or None for the CPU.
-
-    Raises ConfigError if ``device: cuda`` finds no GPU.
-    """
+    """Return this rank's GPU among the ``visible`` ones; None: the CPU. Raises ConfigError if ``cuda`` has no GPU."""
     if config.device == "cpu" or (config.device == "auto" and not visible):
         return None
     if not visible:

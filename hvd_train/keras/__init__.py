@@ -6,7 +6,7 @@
     hk.distribute(model)
     model.fit(x, y, batch_size=64, epochs=5)  # 64 a rank
 
-Start it with ``horovodrun -np N python train.py`` or ``mpirun -np N python train.py``. Started alone it is what it was.
+Start it with ``horovodrun -np N python train.py`` or ``mpirun -np N python train.py``. Alone it trains as before.
 """
 
 from hvd_train.keras.api import (

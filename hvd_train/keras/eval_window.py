@@ -87,5 +87,5 @@ class EvalWindow:
 
 
 def tensor_of(variable: Any) -> Any:
-    """Return a variable's present value; Keras 3 hands its variables out unread."""
+    """Return a variable's current value as a tensor."""
     return keras.ops.convert_to_tensor(variable.value)

@@ -31,10 +31,7 @@ SHORT = 60  # characters of a setting that a message shows
 
 
 def agree_on_settings(model: Any, world: Communicator) -> None:
-    """Raise ConfigError on all ranks if settings of layers differ; on all ranks together.
-
-    If attributes of the user's layers differ, rank 0 warns.
-    """
+    """Raise ConfigError if layers' settings differ, and warn for users' attributes; on all ranks together."""
     layers = model._flatten_layers()
     # Rank 0's names: Keras' numbers of layers depend on how many a process made before.
     names = json.loads(world.broadcast_bytes(json.dumps([x.name for x in layers]).encode()))
@@ -186,7 +183,7 @@ def comparable(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return [comparable(v) for v in x]
     if isinstance(x, types.FunctionType):
-        # A function by its name, defaults and what it closes over: its code has no text that could be compared.
+        # Compare a function's name, defaults and closure: its code has no comparable text.
         closed = [cell.cell_contents for cell in x.__closure__ or ()]
         return [x.__qualname__, comparable(x.__defaults__), comparable(closed)]
     if isinstance(x, keras.Variable):  # compared and sent as a weight

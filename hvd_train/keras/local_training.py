@@ -26,10 +26,7 @@ SAVING = ("save", "save_weights", "export")
 
 
 class LocalReduction(Reduction):
-    """A reduction that leaves gradients and losses local.
-
-    ``begin``: called before an eager step.
-    """
+    """A reduction that leaves gradients and losses local. ``begin``: called before an eager step."""
 
     begin: Callable[[], None] = staticmethod(lambda: None)
 

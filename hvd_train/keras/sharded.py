@@ -29,9 +29,9 @@ WHOLE = ("_variables", "_trainable_variables", "_accumulated_gradients", "_model
 
 
 class Part(NamedTuple):
-    """The entries [first, last) of a flat variable that this rank updates, and a variable for the optimizer to update.
+    """The entries [first, last) of a flat variable that this rank updates; ``bounds``: those of all ranks.
 
-    ``bounds``: of all ranks.
+    ``weight``: a variable with these entries, for the optimizer to update.
     """
 
     variable: Any
@@ -142,7 +142,7 @@ class ShardedUpdate:
         if hasattr(self.optimizer._variables, "_last_wrapped_list_snapshot"):
             # TensorFlow's list keeps its first content, and so the memory of whole slots.
             self.optimizer._variables._last_wrapped_list_snapshot = list(self.optimizer._variables)
-        # Keras must not track them once more, and TensorFlow must: it keeps what an attribute held before.
+        # Keras must not track them twice. TensorFlow must, because it keeps an attribute's earlier value.
         with DotNotTrackScope():
             setattr(self.optimizer, name, after)
 

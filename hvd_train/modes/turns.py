@@ -73,10 +73,7 @@ def on_ranks(words: Sequence[str]) -> Start:
 
 @contextmanager
 def folder_of(config: Config, shared: bool) -> Iterator[Path]:
-    """Yield a temporary folder for the ranks' files.
-
-    ``shared``: make it next to the run folder, so that other hosts see it too.
-    """
+    """Yield a temporary folder; ``shared``: next to the run folder, so that other hosts see it too."""
     beside = Path(config.run_dir).absolute().parent
     created = [path for path in (beside, *beside.parents) if not path.exists()] if shared else []
     if shared:

@@ -164,7 +164,7 @@ def failures_explained(communicator: Communicator) -> Iterator[None]:
 
 
 def _out_of_memory(error: Exception) -> CommunicationError | None:
-    """Python, PyTorch (on CPUs without a type of its own) and TensorFlow report it in three ways."""
+    """Return the error for exhausted memory, which Python, PyTorch and TensorFlow report differently, else None."""
     text = str(error)
     kinds = {"MemoryError", "OutOfMemoryError", "ResourceExhaustedError"} & {c.__name__ for c in type(error).__mro__}
     if not kinds and "can't allocate memory" not in text and "std::bad_alloc" not in text:
@@ -175,7 +175,7 @@ def _out_of_memory(error: Exception) -> CommunicationError | None:
 
 
 def preload(framework: str, wanted_threads: int | str, ranks: int, verbose: bool) -> None:
-    """Load what one of ``ranks`` of this host loads, with its settings, in a process from which they are forked."""
+    """Load, in the process from which ranks are forked, what each of the ``ranks`` of this host would load."""
     here = World(size=ranks, local_size=ranks)
     for name, value in rank_settings(here, framework, threads(wanted_threads, here), verbose).items():
         os.environ.setdefault(name, value)

@@ -348,7 +348,7 @@ def group(chosen: list[Engine], model: str, rounds: int, seconds: float) -> dict
 
 
 def _same(one: Running, losses, reference) -> str:
-    """Return whether the engine computes what ours does; "-" for lossy hooks and independent copies."""
+    """Return whether the first losses equal ours: "yes", "no" with the difference, or "-" if they are not compared."""
     if losses is None or reference is None or one.engine.launcher == "copies":
         return "-"
     differ = float(np.max(np.abs(losses - reference) / np.abs(reference)))

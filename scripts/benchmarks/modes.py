@@ -38,7 +38,7 @@ HERE = "here"
 
 
 def over_the_link(agent: Path, ranks: int) -> Start:
-    """Start each rank in its own namespace."""
+    """Return a function that starts each rank in its own namespace."""
     lines = link.over_the_link(agent, ranks)
     more = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT), **KERNELS}
 

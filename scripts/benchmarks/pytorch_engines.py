@@ -92,10 +92,7 @@ def script_pytorch(model: str, count: Count) -> None:
 
 
 def gathered(model: str, count: Count) -> None:
-    """Train as torch.nn.DataParallel does, with processes.
-
-    Rank 0 gathers all outputs, computes the loss and sends their gradients back.
-    """
+    """Train as DataParallel does, with processes: rank 0 gathers outputs, and sends their gradients back."""
     import torch
     import torch.distributed as dist
     from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors

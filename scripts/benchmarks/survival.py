@@ -1,8 +1,8 @@
-"""What being ready for the worst costs, and how soon the worst is noticed; 2 ranks.
+"""The cost of protection against failures, and how soon failures are detected; 2 ranks.
 
 saves      a checkpoint in the background every 20 steps of the wide MLP; blocks of 20 steps with and without
-checks     heartbeat, meetings, the look for slow ranks and the comparison of weights every 100 steps: blocks of 100
-           steps of SINGA's CNN with and without
+checks     heartbeats, stop requests, detection of slow ranks and comparison of weights every 100 steps: blocks of
+           100 steps of SINGA's CNN with and without
 detection  seconds from SIGKILL of rank 1, and from SIGSTOP beyond the limit (watchdog_s=2), to the line that names
            it, and to the end of the job
 """

@@ -87,7 +87,6 @@ class _Joined(_BatchNorm):
         return other
 
     def _move_running_statistics(self, total, mean, variance) -> None:
-        """Update the running statistics."""
         if self.running_mean is None or not self.track_running_stats:
             return
         if self._context.gathers(self):
@@ -176,7 +175,7 @@ def of_weights(model: torch.nn.Module, names: Collection[str]) -> list[torch.nn.
 def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: bool, swa: bool = False) -> Context:
     """Attach the context to every batch normalization of ``model``, replacing that of an earlier training.
 
-    Only the classes of the instances change. ``swa``: statistics will be recomputed for the averaged weights.
+    The instances get another class. ``swa``: statistics will be recomputed for the averaged weights.
     """
     context = Context(communicator, ops, sync)
     for name, layer in model.named_modules():

@@ -19,10 +19,7 @@ from hvd_train.frontends.user_model import build_model, canonical_table
 
 
 def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the trained model in evaluation mode, the module and arguments that build it, and two samples of zeros.
-
-    All are on the CPU.
-    """
+    """Return (trained model in evaluation mode, its module, build arguments, two samples of zeros), all on the CPU."""
     fields = trained.sample.inputs
     # An exported model takes samples padded to the maximum length.
     sizes = {k: field.shape if field.ragged else native_shape(field) for k, field in fields.items()}

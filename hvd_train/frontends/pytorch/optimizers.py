@@ -47,10 +47,8 @@ class Kernel(Protocol):
         learning_rate: float,
         total: Total | None = None,
     ) -> None:
-        """Update weights and slots in place. ``steps``: () float32 for each weight, incremented here.
-
-        ``total``: sums the norms of tensors that are divided among ranks.
-        """
+        """Update weights and slots in place. ``steps``: () float32 for each weight, incremented here. ``total``: sums
+        the norms of tensors that are divided among ranks."""
 
 
 class SGD:
@@ -124,7 +122,7 @@ def make_kernel(options: OptimConfig, ops: TorchOps) -> Kernel:
 
 
 class Part(NamedTuple):
-    """The tensors of one kernel: ``weights`` and ``slots`` in the form that it takes, and the buckets' ``flats``."""
+    """The tensors of one kernel: ``weights`` and ``slots`` in the form that it takes, from the buckets ``flats``."""
 
     kernel: Kernel
     rule: Rule

@@ -21,7 +21,7 @@ from hvd_train.protocol import Groups, Sample
 
 
 class PlacedPyTorch(Placed, PyTorchInBlocks):
-    """A front-end with several devices: autograd returns gradients to their devices, the first one exchanges them."""
+    """A front-end with several devices. Autograd returns gradients to their devices; the first one exchanges them."""
 
     def __init__(self, config: FrontEndConfig, groups: Groups, sample: Sample) -> None:
         super().__init__(config, groups, sample)

@@ -29,10 +29,7 @@ class Piece(NamedTuple):
     layout: Layout
 
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
-        """Return a view of this piece of a bucket: (n, 1) for a matrix, (n,) for a vector.
-
-        Layer-wise formulas treat biases and scales differently.
-        """
+        """Return a view of this piece: (n, 1) of a matrix, (n,) of a vector, which layer-wise formulas need."""
         part = self.flat.parts(bucket)[self.member][self.first : self.last]
         return part if self.layout.is_vector else part.view(-1, 1)
 

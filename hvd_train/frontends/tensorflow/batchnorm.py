@@ -75,7 +75,7 @@ class _Joined(keras.layers.BatchNormalization):
         return tf.cast(y, self.compute_dtype)
 
     def _value_weights(self, x, mask) -> tf.Tensor:
-        """Return 1 for values that count, 0 for others, broadcastable to x; the channel axis is 1."""
+        """Return weights of 1 for values that count, else 0, broadcastable to x, with a channel axis of length 1."""
         weights = tf.cast(self._context.weights, x.dtype)
         rows, length = x.shape[0], weights.shape[0]
         # (samples, time, ...) may have been merged into (samples time, ...).
@@ -90,10 +90,7 @@ class _Joined(keras.layers.BatchNormalization):
         return value_weights
 
     def _normalize(self, x, value_weights, scale, bias) -> tuple[tf.Tensor, ...]:
-        """Return (y, values per channel (1,), means (C,), biased variances (C,)).
-
-        One allgather forward, one allreduce backward.
-        """
+        """Return (y, values per channel (1,), means (C,), biased variances (C,)); backward needs one allreduce."""
         context, axis, channels = self._context, self.axis % len(x.shape), x.shape[self.axis]
         communicator = context.communicator
         others = [i for i in range(len(x.shape)) if i != axis]
@@ -134,7 +131,7 @@ class _Joined(keras.layers.BatchNormalization):
 
 
 def fix_statistics(model: keras.Model, paths: Collection[str]) -> None:
-    """In training, make only the layers of these weights use their running statistics unchanged."""
+    """Fix the running statistics of the layers that have these weights, and of no others, in training."""
     for layer in model._flatten_layers():
         if isinstance(layer, _Joined):
             fixed = any(v is not None and v.path in paths for v in (layer.gamma, layer.beta))
@@ -146,7 +143,7 @@ def fix_statistics(model: keras.Model, paths: Collection[str]) -> None:
 def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool, swa: bool = False) -> Context:
     """Attach the context to every batch normalization of ``model``, replacing that of an earlier training.
 
-    Only the classes of the instances change. ``swa``: statistics will be recomputed for the averaged weights.
+    The instances get another class. ``swa``: statistics will be recomputed for the averaged weights.
     """
     context, native = Context(communicator, ops, sync), keras.layers.BatchNormalization
     for number, layer in enumerate(model._flatten_layers()):

@@ -136,7 +136,7 @@ class Later:
 
 
 def seed_generators(numbered: Sequence[tuple[int, Any]], seed: tf.Tensor) -> None:
-    """Seed each of the model's generators, given with its number, by a pair of uint32.
+    """Seed each generator in ``numbered``, (number, variable), by a pair of uint32.
 
     So masks depend on (seed, step, rank), and repeat after a resume.
     """

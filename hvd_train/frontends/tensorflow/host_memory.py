@@ -51,10 +51,7 @@ class GraphMemory:
             raise
 
     def call(self, work: Callable[..., Any], *arguments: tf.Tensor, gives: Any = None) -> tf.Tensor:
-        """Add a call of ``work`` with arrays to the graph, after all earlier calls; return its array as a tensor.
-
-        ``gives``: the dtype; None: ``work`` returns nothing.
-        """
+        """Call ``work`` with arrays in the graph, after all earlier calls; return its array, of dtype ``gives``."""
 
         def guarded(*arrays: np.ndarray) -> Any:
             try:

@@ -267,7 +267,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             self._alone = self._per_call == 1 and self._calls == 8  # a loop of one step is 5 % slower than none
 
     def flat_weights(self) -> list[tf.Tensor]:
-        # Read, not copied: a kernel that finds the memory of a variable in use moves a copy of it.
+        # Read without a copy: a kernel that finds a variable's memory in use updates a copy instead.
         return self.update.exchange.to_buckets([v.value.read_value() for v in self._moved.values()])
 
     def waited(self) -> float:

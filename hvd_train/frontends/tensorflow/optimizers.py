@@ -42,10 +42,8 @@ class Kernel(Protocol):
         rate: tf.Tensor,
         total: formulas.Total = formulas.whole,
     ) -> None:
-        """Update weight and slots in place. ``step``: () int64, from 1; ``rate``: () of the gradient's dtype.
-
-        ``total``: sums the norms of a tensor that is divided among ranks.
-        """
+        """Update weight and slots in place. ``step``: () int64, from 1; ``rate``: () of the gradient's dtype;
+        ``total``: sums the norms of a tensor that is divided among ranks."""
 
 
 class SGD:

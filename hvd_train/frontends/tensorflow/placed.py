@@ -19,7 +19,7 @@ from hvd_train.protocol import Groups, Sample
 class PlacedTensorFlow(Placed, TensorFlowInBlocks):
     """A front-end with several devices, which records each block on a tape of its own.
 
-    A graph's operations get the device of the code that makes them: one tape would put all of backward on one device.
+    An operation gets the device of the code that makes it: one tape would put all of backward on one device.
     """
 
     _blocks: Sequence[keras.layers.Layer] = ()

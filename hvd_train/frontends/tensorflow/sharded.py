@@ -33,10 +33,7 @@ class Piece(NamedTuple):
 
 
 class ShardedOptimizer(ShardedSlots):
-    """A kernel over pieces of variables.
-
-    TensorFlow's kernels update whole variables, so each piece has its own, besides those of its slots.
-    """
+    """A kernel over pieces of variables, each with its own variable, because TensorFlow's kernels update whole ones."""
 
     def __init__(
         self,
@@ -118,7 +115,7 @@ class ShardedOptimizer(ShardedSlots):
         return tf.concat([tf.reshape(x.value(), (-1,)) for x in slots], 0)
 
     def take(self, bucket: int, bounds: tuple[int, int], weights: tf.Tensor) -> None:
-        """Assign (n,) to a bucket's weights between ``bounds``, which span all ranks unless memory is common."""
+        """Assign (n,) to a bucket's weights between ``bounds``: all of them, or if memory is common this rank's."""
         variables = [piece.variable for piece in self._buckets[bucket]]
         cuts = pieces([int(np.prod(variable.shape)) for variable in variables], *bounds)
         parts = tf.split(weights, [last - first for first, last in cuts])
@@ -154,7 +151,7 @@ class ShardedOptimizer(ShardedSlots):
 
 
 def check_constraints(trainable: Mapping[str, Any], averages: bool) -> None:
-    """Raise ConfigError if weights with constraints are averaged over time in parts.
+    """Raise ConfigError if a weight has a constraint and its average over time is kept.
 
     A constraint needs the whole tensor, which a rank has only after it has averaged its part.
     """

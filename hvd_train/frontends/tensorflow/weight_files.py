@@ -175,7 +175,7 @@ def _around(place: str, found: Collection[str]) -> str:
 
 
 def _within(place: str, found: Mapping[str, str | None]) -> str | None:
-    """Return the path here of ``place``, given the path of its enclosing layer here."""
+    """Return the path in the model that corresponds to ``place`` if its enclosing layer is matched, else None."""
     around = _around(place, found)
     there = found[around]
     return None if there is None else f"{there}{place.removeprefix(around)}"

@@ -17,7 +17,7 @@ WATCHED = 4096  # values per batch that are hashed to compare orders
 
 
 def in_order(data: Any) -> Any:
-    """Give a tf.data.Dataset the same order on all ranks. Raises ConfigError if one of its steps cannot."""
+    """Give a tf.data.Dataset the same order on all ranks. Raises ConfigError if a step has deterministic=False."""
     import tensorflow as tf
 
     if _any_order(data):

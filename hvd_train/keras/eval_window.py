@@ -63,7 +63,7 @@ class EvalWindow:
         return keras.ops.cast((total(after) - total(before)) / samples, value.dtype)
 
     def batch_mean(self, value: Any) -> tuple[Any, Any]:
-        """Return the batch's additions to the sum of global batches' means and to their number. ``value``: its mean."""
+        """Return what to add to the sum of global batches' means, and to their number. ``value``: the batch's mean."""
         samples = keras.ops.cast(self.samples, "float64")
         _, before, after = self._add(samples * value, keras.ops.ones_like(value))
         begins = keras.ops.cast(tensor_of(self._place) == 0, "float64")
@@ -72,7 +72,7 @@ class EvalWindow:
         return means[1] - means[0], begins
 
     def _add(self, *values: Any) -> tuple[Any, Any, Any]:
-        """Return (samples of this batch, the window's sums without this batch, its sums with ``values``)."""
+        """Add ``values`` to the window; return (samples of this batch, sums before, sums after)."""
         while len(self._sums) <= self._losses:
             with self._backend.lifted():
                 self._sums.append(keras.Variable(np.zeros(3), trainable=False, dtype="float64", name="scores"))

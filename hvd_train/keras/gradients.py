@@ -171,7 +171,7 @@ class Reduction:
         return of
 
     def whole(self, value: Any, weight: Any = None) -> Any:
-        """Rescale ``value``, this rank's sum or its mean by ``weight``, for the mean over samples.
+        """Rescale ``value``, a local sum or weighted mean, so that the mean over samples is that of all ranks.
 
         The factor is the rank's share of the weight over its share of the samples. So the results' mean over samples is
         the sum, or the weighted mean, over all ranks.
@@ -189,7 +189,7 @@ class Reduction:
         return value * keras.ops.cast(keras.ops.stop_gradient(factor), value.dtype)
 
     def batch_mean(self, value: Any, add: Callable[[Any, Any], None]) -> None:
-        """Call ``add`` with the batch's additions to the sum of the global batches' means, and to their number.
+        """Add this batch's part of the global batch's mean by ``add(total, count)``.
 
         ``value``: the mean over the batch. The step's samples on all ranks are known only after an optimizer has run.
         Until then each rank assumes full batches, and ``step_made`` corrects that.
@@ -207,7 +207,7 @@ class Reduction:
         self.count, self.losses, self._means = samples, 0, []
 
     def step_made(self) -> None:
-        """Correct the shares of this step's batch means."""
+        """Correct this step's batch means by the number of samples on all ranks, which is now known."""
         if not self._means:
             return
         full, present = keras.ops.convert_to_tensor(float(self._size), "float64"), tensor_of(self.present)

@@ -51,7 +51,7 @@ class GlobalLogs:
         return means | {k: results[k] for k, count in zip(local, same, strict=True) if count == self._world.size}
 
     def _results(self) -> dict[str, Any]:
-        """Return the metrics' results by name, both as in Keras' guide for custom steps and as in its own step."""
+        """Return the metrics' results, by metric name and by the names that Keras' own step uses."""
         return {metric.name: metric.result() for metric in self._model.metrics} | self._model.get_metrics_result()
 
 

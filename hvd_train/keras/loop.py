@@ -32,7 +32,7 @@ _iterations: dict[int, Any] = {}  # of all optimizers so far; ranks free them at
 
 
 def follow(optimizers: Iterable[Any]) -> None:
-    """Number passes by the steps of ``optimizers``; also on a single rank."""
+    """Count the steps of ``optimizers``, which number passes over the data; also on a single rank."""
     counts = [getattr(x, "inner_optimizer", x)._iterations for x in optimizers]
     _iterations.update((id(count), count) for count in counts)
 
@@ -113,7 +113,7 @@ def shard(
 
 
 def _followed_dataset(parts: Any, batch_size: int) -> Any:
-    """Return a tf.data.Dataset of this rank's batches, whose Python loops count passes as ``Batches`` do."""
+    """Return this rank's batches as a tf.data.Dataset; its iterations in Python count passes like ``Batches``."""
     import tensorflow as tf
 
     dataset = parts.with_options(tf.data.Options())  # a new object without other references

@@ -1,7 +1,7 @@
 """The losses of ``compile`` for a step whose samples are on several ranks.
 
 Law: the ranks' losses, weighted by their shares of the step's samples, add up to the loss over all of them, whether it
-is a mean over samples, over unmasked places, by weights, or a sum. Gradients and logs have the same weights, so both
+is a mean over samples, over unmasked positions, by weights, or a sum. Gradients and logs have the same weights, so both
 are those of one process. A plain mean needs no correction, and costs nothing.
 """
 
@@ -68,7 +68,7 @@ class DistributedLoss:
     def _kind(self, masked: bool, *batch: Any) -> str:
         if not masked:
             return kind_over_samples(self.loss, *batch)
-        # A mean over unmasked places. Their number differs, so check that the sum before the mean adds up over samples.
+        # A mean over unmasked positions. Their number differs, so check that the sum adds up over samples.
         reduction, self.loss.reduction = self.loss.reduction, "sum"
         try:
             kind = kind_over_samples(self.loss, *batch)

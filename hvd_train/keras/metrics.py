@@ -1,4 +1,4 @@
-"""Metrics averaged over batches: losses of several outputs, functions with one value a batch, a user step's means.
+"""Metrics that average over batches: losses of several outputs, functions with one value a batch, users' means.
 
 Keras gives every batch equal weight, whatever its size, but a rank's batch is only a part of a global one. Law: each
 rank's value is weighted by its share of the global batch's samples, so that the sums over ranks are those of one

@@ -100,7 +100,7 @@ class Flat:
         return laid_out
 
     def packed(self, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """Return (n,): the weights, or a tensor padded like them, without padding. Do not change it."""
+        """Remove the padding of ``flat``, by default the weights; return (n,), which must not be changed."""
         flat = self.weight if flat is None else flat
         return flat if self._steps == self.sizes else torch.cat(self.parts(flat))
 

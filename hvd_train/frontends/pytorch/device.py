@@ -38,7 +38,7 @@ def seeder(device: torch.device) -> Callable[[int], object]:
 
 
 def devices_of(config: FrontEndConfig, communicator: Communicator) -> list[torch.device]:
-    """Return the ``parallel.devices_per_rank`` devices of this rank: GPUs, or the CPU for each."""
+    """Return the ``parallel.devices_per_rank`` devices of this rank: GPUs, or the CPU so many times."""
     indices = gpus_of(config, communicator, torch.cuda.device_count() if torch.cuda.is_available() else 0, "PyTorch")
     if not indices:
         return [torch.device("cpu")] * config.parallel.devices_per_rank

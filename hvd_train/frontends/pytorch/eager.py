@@ -9,7 +9,8 @@ from torch._C._dynamo import eval_frame
 
 
 def eager(function: Any) -> Any:
-    """Make ``torch.compile`` break its graph at ``function``, but not at what it calls. Returns the function."""
+    """Make ``torch.compile`` break its graph at ``function``, and compile nothing that it calls. Returns the function.
+    """
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True

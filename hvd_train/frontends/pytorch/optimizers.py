@@ -230,7 +230,7 @@ class FlatOptimizer(FlatWeights, NamedArrays):
                 steps.copy_(first)
 
     def _counts(self) -> dict[str, Tensors]:
-        """Return {key: its step counters}, which are equal."""
+        """Return {key: step counters}, one for each bucket, all equal."""
         counts: dict[str, Tensors] = {}
         for part in self._parts if self.kernel.counts_steps else ():
             counts.setdefault(step_key(part.rule), []).extend(part.steps)

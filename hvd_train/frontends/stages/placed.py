@@ -32,7 +32,7 @@ class Placed(InBlocks):
         """Return the bytes of the tensor with this native name."""
 
     def _begin_devices(self) -> None:
-        """Place the blocks by weight bytes, before they are measured: the whole may not fit on one device."""
+        """Place the blocks by weight bytes, before they are measured: one device may be too small for all."""
         parts = self.config.parallel.devices_per_rank
         names = self._names_of_blocks()
         split = self.config.parallel.split

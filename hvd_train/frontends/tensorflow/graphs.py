@@ -62,7 +62,7 @@ def awaited(waits: tf.Variable, gradients: Sequence[Any], transfer: Callable[[],
 
 
 def in_thread(function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
-    """Return a function that calls ``function`` in a thread, and returns a function that waits for the result.
+    """Wrap ``function``: a call starts it in a thread, and returns a function that waits for the result.
 
     An eager transfer blocks its caller; in a thread, computations continue meanwhile.
     """
@@ -117,7 +117,7 @@ class BetweenSteps:
 
 
 def steps_per_call(seconds: float, batch: Sequence[tf.Tensor]) -> int:
-    """Return how many steps of ``seconds`` run in one call, limited by CALL_BYTES of batches."""
+    """Return the number of steps in one call, limited by CALL_SECONDS, CALL_STEPS and CALL_BYTES of batches."""
     fits = CALL_BYTES // sum(x.shape.num_elements() * x.dtype.size for x in batch)
     return max(1, min(int(CALL_SECONDS / seconds), fits, CALL_STEPS))
 

@@ -1,4 +1,4 @@
-"""PyTorch's optimizer formulas on TensorFlow's variables: schedules, weight decay and slots mean the same in both.
+"""PyTorch's optimizer formulas on TensorFlow's variables, so that slots and options mean the same in both frameworks.
 
 Keras' SGD multiplies the learning rate into the momentum slot, decouples weight decay, and puts Adam's epsilon
 elsewhere. Under warm-up the weights then differ by a quarter (see torch.optim's documentation for the formulas used

@@ -115,7 +115,7 @@ class ShardedOptimizer(ShardedSlots):
         return tf.concat([tf.reshape(x.value(), (-1,)) for x in slots], 0)
 
     def take(self, bucket: int, bounds: tuple[int, int], weights: tf.Tensor) -> None:
-        """Assign (n,) to a bucket's weights between ``bounds``: all of them, or if memory is common this rank's."""
+        """Assign (n,) to a bucket's weights between ``bounds``: to all, or with common memory to this rank's."""
         variables = [piece.variable for piece in self._buckets[bucket]]
         cuts = pieces([int(np.prod(variable.shape)) for variable in variables], *bounds)
         parts = tf.split(weights, [last - first for first, last in cuts])

@@ -212,7 +212,7 @@ def _unsure(pairs: Mapping[str, str], by: str, where: str) -> ConfigError:
 def paths_here(
     names: Collection[str], model: Any, known: Collection[str], given: Callable[[str], bool], where: str
 ) -> dict[str, str]:
-    """Return {name in a checkpoint: name here} where automatic layer numbers begin at another number.
+    """Return {name in a checkpoint: name here} for automatic layer names that were numbered from another start.
 
     Names are paths of variables with dots. Raises ConfigError if the numbers do not identify the layers.
     """

@@ -105,7 +105,7 @@ def varies(data: Any) -> bool:
 
 
 def joined(data: Any, count: int) -> Any:
-    """Join every ``count`` batches of a tf.data.Dataset into one, in tuples.
+    """Concatenate every ``count`` batches of a tf.data.Dataset; elements become tuples.
 
     Samples are padded to the longest, with the data set's own padding value; a RaggedTensor remains one.
     """

@@ -136,7 +136,7 @@ def digest(parts: Any) -> str:
 
 
 def _of_ragged(x: Any) -> bytes:
-    """Return the bytes to hash of a RaggedTensor or its values."""
+    """Return the bytes to hash of a RaggedTensor or a RaggedTensorValue."""
     n = int(x.shape[0])
     few = take(x, np.unique(np.linspace(0, n - 1, SAMPLED).astype(np.int64))) if hasattr(x, "numpy") and n else x
     return repr([n, x.dtype, few.to_list()]).encode()

@@ -1,4 +1,4 @@
-"""Rank 0's arrays for all ranks, bit for bit."""
+"""Broadcast of rank 0's arrays."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hvd_train.protocol import Communicator
 
 
 def broadcast_parts(communicator: Communicator, head: Any, parts: Sequence[Any]) -> tuple[Any, list[memoryview]]:
-    """Return rank 0's ``head``, a value of JSON, and its ``parts``, bytes or contiguous arrays; on all ranks together.
+    """Broadcast rank 0's ``head``, a JSON value, and ``parts``, bytes or contiguous arrays. All ranks call it.
 
-    Other ranks' arguments do not matter.
+    Other ranks' arguments are ignored.
     """
     data = b""
     if not communicator.rank:

@@ -1,7 +1,7 @@
 """Local training in scripts: ``mode="outer"`` and ``"streaming"`` of ``ht.distribute`` and ``hk.distribute``.
 
-Each rank steps by its local gradients, with the user's optimizer. Now and then the update of ``exchange.mode`` joins
-the weights, as it does for ``hvd-train fit``. The global weights are those of the last join.
+Each rank steps by its local gradients, with the user's optimizer. Now and then the update of ``exchange.mode``
+synchronizes the weights, as in ``hvd-train fit``. The global weights are those of the last synchronization.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hvd_train.update.outer import Outer
 from hvd_train.update.state import read
 from hvd_train.update.streaming import PART
 
-DIGESTS = 1 << 20  # of weights: their squares and the sums of these are exact in 64 bits
+DIGESTS = 1 << 20  # digests are below this, so sums of their squares are exact in 64 bits
 # Parameters.in_background
 InBackground = Callable[[Callable[..., Any], Callable[[Any], Any]], Callable[..., Callable[[], Any]]]
 FIX = "lower the learning rate, clip gradients, or look for NaN in the data"
 
 
 class Variable(NamedTuple):
-    """A tensor of the user's model, which ``write`` changes in place."""
+    """Access to a tensor of the user's model; ``write`` changes it in place."""
 
     name: str
     read: Callable[[], Tensor]
@@ -44,7 +44,7 @@ class Variable(NamedTuple):
 
 
 class ScriptWeights:
-    """The weights of a script's model, as the ``Parameters`` of an update."""
+    """An adapter from a script's model to the ``Parameters`` of an update."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class ScriptWeights:
         return function
 
     def run_queued(self) -> None:
-        """No step is queued."""
+        """Do nothing: no step is queued."""
 
     def retrace(self) -> None:
-        """Nothing is traced."""
+        """Do nothing: nothing is traced."""
 
     def flat_weights(self) -> list[Tensor]:
         return [self._optimizer.weights(b) for b in range(len(self._optimizer.buckets))]
@@ -100,7 +100,7 @@ class ScriptWeights:
 
 
 class ScriptOptimizer:
-    """The user's optimizer, as that of an update. The script takes its steps, and keeps its slots."""
+    """An ``Optimizer`` without steps and state, because the script's own optimizer has them."""
 
     def __init__(self, model: ScriptWeights, buckets: Sequence[Sequence[int]]) -> None:
         self._model, self.buckets = model, buckets
@@ -123,17 +123,17 @@ class ScriptOptimizer:
         return ()
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        """There are no slots to take."""
+        """Do nothing: there is no state."""
 
 
 class LocalTraining:
-    """A model that each rank trains by its own gradients: count its steps, join its weights, give it the global ones.
+    """Local training of a script's model: counts steps, synchronizes weights, and loads the global ones.
 
-    The ranks join after every ``outer_steps`` steps, or ``outer_steps / fragments``, and in ``join``. Each counts the
-    same, whatever the lengths of its batches are. Running statistics become their mean over the ranks then. Other
-    buffers stay each rank's.
+    The ranks synchronize after every ``outer_steps`` steps, or ``outer_steps / fragments``, and in ``join``. All ranks
+    have the same weight, whatever the lengths of their batches. Running statistics are averaged then. Other buffers
+    stay local.
 
-    ``stop_requested``: whether this rank wants to stop; ``stops``: whether any rank wanted to at the last join.
+    ``stop_requested``: whether this rank wants to stop; ``stops``: whether any rank wanted to at the last sync.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class LocalTraining:
         where: str,
     ) -> None:
         self._weights, self._statistics, self._ops = weights, list(statistics), weights.ops
-        # ``communicator`` without a model's names: for bytes.
+        # Without a model's prefix in names: for bytes.
         self._communicator, self._size, self.where = communicator, communicator.size, f"{where}(mode=...)"
         compressor = make(
             options.compression, communicator.size, communicator.rank, **options.options(options.compression)
@@ -155,21 +155,21 @@ class LocalTraining:
             return Exchange(weights.specs(), weights.packing, compressor, over, weights.ops)
 
         update = make_update(options, weights, build, Serial())
-        assert isinstance(update, Outer)  # or a subclass: ``exchange_options`` lets nothing else through
+        assert isinstance(update, Outer)  # or a subclass: ``exchange_options`` checks that
         self.update: Outer = update
         self._step = 0  # since all ranks had the same weights
         self.taken, self._joined = 0, False  # steps of this process
-        self.within = False  # whether the model has the global weights for a while
+        self.within = False  # whether the model temporarily holds the global weights
         self.stop_requested = self.stops = False
         self._common = self._read_statistics()
-        # Global weights in whose place others were set since the last join, and a digest of these; 0: there are none.
+        # The global weights that the script has replaced since the last sync, and a digest of the new ones; 0: none.
         self._replaced: Sequence[Tensor] = []
         self._digest = 0
 
-    # ---- steps and joins
+    # ---- steps and synchronization
 
     def stepped(self, steps: int = 1) -> None:
-        """Count steps of the user's optimizer, and join where one is due; on all ranks alike."""
+        """Count steps of the user's optimizer, and synchronize when due; all ranks call it alike."""
         for _ in range(steps):
             self._step += 1
             self.taken += 1
@@ -182,7 +182,7 @@ class LocalTraining:
                 self._joined_together()
 
     def join(self) -> None:
-        """Join what the ranks have learned since the last join, if there is anything; on all ranks together."""
+        """Synchronize the weights if they have changed since the last synchronization; all ranks call it."""
         if self.update.diverged:
             self._agree()
             self.update.join_all()
@@ -190,11 +190,11 @@ class LocalTraining:
             self._joined_together()
 
     def _joined_together(self) -> None:
-        """Do what is due on all ranks after a join."""
+        """Finish a synchronization; all ranks call it."""
         self._join_statistics()
 
     def _agree(self) -> None:
-        """Raise the same error on all ranks where weights are not finite, or the numbers of steps differ."""
+        """Raise the same error on all ranks if weights are not finite or step counts differ; exchange stop requests."""
         ops, communicator = self._ops, self._weights.groups.data
         finite = all(bool(ops.to_numpy(ops.all_finite(x))) for x in self._weights.flat_weights())
         local = [not finite, self.stop_requested, self.taken, self.taken**2, self._digest, self._digest**2]
@@ -203,7 +203,7 @@ class LocalTraining:
         )
         broken, wishes, steps, squares, digests, their_squares = ops.to_numpy(total)
         self.stops = wishes > 0
-        # What each rank has set for itself, as noise, is a part of its steps.
+        # Weights that a script sets to different values on each rank (noise) count as part of its local training.
         if self._replaced and self._size * their_squares != digests**2:
             self.update.set_common_weights(self._replaced)
         self._replaced, self._digest = [], 0
@@ -227,10 +227,10 @@ class LocalTraining:
     # ---- the global weights
 
     def begin_step(self) -> None:
-        """Prepare a step. Raises ConfigError for one that would move the global weights.
+        """Prepare a step. Raises ConfigError within ``global_weights``.
 
-        What the script has set since the last join, as a part of the model that it loads, is global from here on: the
-        next outer step would else draw the weights back to what was there before. See ``_agree``.
+        Weights that the script has set since the last sync, such as a loaded part of the model, become global weights.
+        Otherwise the next outer step would pull them back to the old values. See ``_agree``.
         """
         if self.within:
             raise self._lost()
@@ -248,13 +248,13 @@ class LocalTraining:
         return ConfigError("a step within global_weights would be lost", where=self.where, fix=fix)
 
     def check_load(self) -> None:
-        """Raise ConfigError before a load that would be undone when ``global_weights`` is left."""
+        """Raise ConfigError within ``global_weights``, whose end would undo the load."""
         if self.within:
             fix = "leave the context before the load"
             raise ConfigError("weights loaded within global_weights would be lost", where=self.where, fix=fix)
 
     def warn_if_apart_so_far(self) -> None:
-        """Warn once, where the global weights are asked for and are still the first ones."""
+        """Warn once if the global weights are used before the first synchronization."""
         if self.taken and not self._joined and self._communicator.rank == 0:
             self._joined = True
             what = f"the ranks have not joined in {amount(self.taken, 'step')}: the global weights are the first ones"
@@ -262,7 +262,7 @@ class LocalTraining:
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Give the model the global weights and statistics for a while; nothing travels."""
+        """Put the global weights and statistics into the model within this context, without communication."""
         if self.within or not self.update.diverged:
             yield
             return
@@ -277,14 +277,14 @@ class LocalTraining:
             self._write_statistics(local)
 
     def take_global(self) -> None:
-        """Give the model the global weights and statistics."""
+        """Load the global weights and statistics into the model."""
         if self.update.diverged:
             self.update.take_global_weights()
             self._write_statistics(self._common)
 
     def begin_round(self) -> None:
-        """Take what the model has, equal on all ranks, as the global weights."""
-        self.update.finish_transfers()  # of weights that are no more; their names will be used again
+        """Set the global weights to the model's, which are equal on all ranks, and restart the step count."""
+        self.update.finish_transfers()  # of outdated weights, because transfer names are reused
         self.update.load({}, Placement.PER_RANK)
         self._step, self._replaced, self._digest = 0, [], 0
         self._common = self._read_statistics()
@@ -298,29 +298,29 @@ class LocalTraining:
                 v.write(self._ops.from_numpy(tree[v.name]))
 
     def checksums(self) -> dict[str, int]:
-        """Return a bit sum of each global weight."""
+        """Return a checksum of each global weight."""
         with self.global_weights():
             return {v.name: checksum(self._ops.to_numpy(v.read())) for v in self._weights.variables}
 
     # ---- the outer optimizer's state
 
     def state(self) -> Tree:
-        """Copy what the outer optimizer keeps, the same on all ranks; nothing of what is under way."""
+        """Copy the state of the outer optimizer, equal on all ranks, without transfers in flight."""
         tree = read(self.update.state(), Placement.REPLICATED)
         return {name: x for name, x in tree.items() if not name.startswith(PART)}
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        """Take arrays of ``state``, on all ranks alike."""
+        """Load arrays of ``state``; all ranks call it."""
         self.update.load(tree, Placement.REPLICATED)
 
 
 def check_mode(mode: str, options: Mapping[Feature, str], where: str) -> None:
-    """Raise ConfigError for an option that does not go with ``mode``. ``options``: as in ``check_together``."""
+    """Raise ConfigError for an option that conflicts with ``mode``. ``options``: as in ``check_together``."""
     name = f"mode={mode!r}"
     verify = "hvd-train verify" * bool(recording())
     check_together({**options, VERIFY: verify, LOCAL: name, LOCAL_SCRIPT: name}, where)
 
 
 def named(communicator: Communicator, number: int) -> Communicator:
-    """Return the communicator for the transfers of one model."""
+    """Wrap the communicator for the transfers of one model."""
     return cast(Communicator, NamedTransfers(communicator, number))

@@ -1,4 +1,4 @@
-"""The work of a script's rank 0 for all ranks: it prints, and shows progress."""
+"""Output on rank 0 only: print, progress bar, and a warning about local sums."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hvd_train.errors import ConfigError
 
 
 def print_on(main: bool, *values: Any, **options: Any) -> None:
-    """Python's ``print`` where ``main`` is true; nothing elsewhere."""
+    """Print if ``main`` is true."""
     if main:
         builtins.print(*values, **options)
 
 
 def progress_on(main: bool, where: str, *arguments: Any, **options: Any) -> Any:
-    """tqdm's progress bar over an iterable. It shows where ``main`` is true, and is silent elsewhere.
+    """Wrap an iterable in tqdm's progress bar, which is shown if ``main`` is true.
 
-    ``where``: the function's name in the script. Raises ConfigError where tqdm is not installed.
+    ``where``: the function's name in the script. Raises ConfigError if tqdm is not installed.
     """
     try:
         from tqdm.auto import tqdm
@@ -29,34 +29,34 @@ def progress_on(main: bool, where: str, *arguments: Any, **options: Any) -> Any:
 
 
 class UnsharedSums:
-    """Says once, on rank 0, that sums over a rank's part of the data were not added up over ranks.
+    """A warning, once and on rank 0, that validation sums cover only this rank's data.
 
-    A pass over this rank's batches without an optimizer's step is the script's validation. What it adds up is this
-    rank's, and so is a "best" that is chosen by it. ``cure``: what adds it up.
+    A pass over this rank's batches without an optimizer step is probably a validation. Its sums are local, and so is a
+    "best" chosen by them, unless the script adds them up over ranks. ``cure``: how to do that.
     """
 
     def __init__(self, main: bool, cure: str) -> None:
         self._main, self._cure, self._open, self._since = main, cure, False, 0
-        self.count = 0  # how often something of all ranks has been joined
+        self.count = 0  # how often values were combined over ranks
         # The last pass of a script is often its test.
         atexit.register(self.begins)
 
     def passed(self, since: int | None = None) -> None:
-        """A pass without a step has ended. ``since``: ``count`` at its beginning, if ``begins`` was not called."""
+        """Record the end of a pass without a step. ``since``: ``count`` at its start, if ``begins`` was not called."""
         self._open = self._open or self.count == (self._since if since is None else since)
 
     def shared(self, traced: bool = False) -> None:
-        """Note that numbers were added up over ranks; ``traced``: will be, whenever a graph runs."""
+        """Record that numbers were added up over ranks; ``traced``: a graph will do so whenever it runs."""
         self.count += 1
         self._open, self._main = False, self._main and not traced
 
     def stepped(self) -> None:
-        """Note that gradients were exchanged."""
+        """Record that gradients were exchanged."""
         self.count += 1
         self.begins()
 
     def begins(self) -> None:
-        """Note that another pass begins, or the script ends: sums of the last one are done with."""
+        """Warn about the last pass, if necessary, because another one begins or the script ends."""
         if self._open and self._main:
             what = "a pass over this rank's part of the data made no step, and nothing of it was added up over ranks"
             warnings.warn(f"{what}: each rank has a sum of its own ({self._cure})", stacklevel=3)

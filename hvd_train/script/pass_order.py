@@ -1,4 +1,4 @@
-"""Numbers of passes over data, from which the order of samples follows."""
+"""Numbers of passes over data, which determine the order of samples."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 
 class PassNumbers:
-    """Number passes by the optimizer steps made so far, so that a pass without a step shifts nothing.
+    """Numbers passes by the optimizer steps so far, so that passes without a step do not count.
 
-    Ranks make equal numbers of steps, so counts are equal, whatever one of them takes from its data besides. A pass
-    that begins after a step has another number than the one before, also where that was left early.
+    Ranks make equal numbers of steps, so the numbers are equal, even if one rank iterates over its data more often. A
+    pass that begins after a step has another number than the one before, even if that ended early.
 
-    ``steps`` gives the steps of this process so far; ``first`` is the number of a pass that begins now.
+    ``steps`` returns the steps of this process so far; ``first`` is the number of the next pass.
     """
 
     def __init__(self, steps: Callable[[], int], first: int) -> None:
@@ -20,13 +20,13 @@ class PassNumbers:
 
     @property
     def next(self) -> int:
-        """The number of a pass that begins now."""
+        """Return the number of the next pass."""
         return self._offset + self._steps()
 
     def set(self, number: int) -> None:
-        """Number the next pass; later ones count on from it, by steps."""
+        """Set the number of the next pass, from which later ones count by steps."""
         self._offset = number - self._steps()
 
     def skip(self) -> None:
-        """Give the next pass another number, without a step between."""
+        """Increase the number of the next pass without a step."""
         self._offset += 1

@@ -1,7 +1,7 @@
-"""A script as ``hvd-train verify`` runs it: in 64 bits, without dropout, to the end of its K-th step, with a record.
+"""The record of a script under ``hvd-train verify``, which runs K steps in 64 bits without dropout.
 
-The variable names a folder, K, and how many ranks the other world has: alone, a script takes the global batches that
-so many ranks take together.
+The environment variable holds a folder, K, and the number of ranks to compare with: a single process takes the global
+batches of that many ranks.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, Tree
 
 VARIABLE = "HVD_TRAIN_VERIFY"
-SEED = 0  # of a script that sets none
+SEED = 0  # for scripts that set none
 
 
 @dataclass
 class Recording:
     """The record of this rank.
 
-    For each step: ``sums`` [loss times its weight, divisor of the sum over ranks], the learning rate, the samples that
-    this rank took of its loaders. ``trees``: for each model, a function that gives its weights and statistics now.
-    ``gradient``: of each optimizer's first step. ``norm_fix``: the advice about batch normalization over each rank's
-    local samples.
+    For each step: ``sums`` [loss times its weight, divisor of the sum over ranks], learning rate, and samples from this
+    rank's loaders. ``trees``: a function for each model that returns its current weights and statistics.
+    ``gradient``: from each optimizer's first step. ``norm_fix``: advice about local statistics in batch norm.
     """
 
     folder: Path
@@ -54,25 +53,25 @@ class Recording:
 
     @property
     def together(self) -> int:
-        """Return how many ranks' batches this process takes."""
+        """Return the number of ranks whose batches this process takes."""
         return self.ranks // world().size
 
     def model(self, tree: Callable[[], Tree]) -> None:
-        """Add a model, with its first weights."""
+        """Add a model and its initial weights."""
         self.first |= tree()
         self.trees.append(tree)
 
     def note(self, text: str) -> None:
-        """Add a line about what was changed or cannot be compared, once."""
+        """Add a line about a change or a limit of the comparison, once."""
         self.notes += [text] * (text not in self.notes)
 
     def loss(self, value: float, weight: float, divisor: float) -> None:
-        """Add the loss of a backward pass; a step's loss is the sum over its passes."""
+        """Add the loss of a backward pass to that of the step."""
         self._loss = [self._loss[0] + value * weight, divisor]
 
     def add_samples(self, loader: int, indices: list) -> None:
-        """Add the samples of a batch of loader number ``loader``; indices that are not numbers are left out."""
-        # Loaders are numbered in the bits above 40, so that equal indices of two loaders stay two samples.
+        """Add the samples of a batch of loader number ``loader``; indices that are not numbers are ignored."""
+        # The loader's number is in the bits above 40, so equal indices of two loaders stay distinct.
         if all(isinstance(i, int) for i in indices):
             self._step_samples += [(loader << 40) + i for i in indices]
 
@@ -84,12 +83,12 @@ class Recording:
         self._loss, self._step_samples = [0.0, 0.0], []
         if len(self.rates) == self.steps:
             self.write()
-            # All ranks have written before one of them ends, which a launcher may take for the end of all.
+            # All ranks write before one exits, because a launcher may then end all.
             communicator.barrier()
             communicator.close()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0)  # whatever the script would still do
+            os._exit(0)  # without running the rest of the script
 
     def write(self) -> None:
         if self._written:
@@ -107,14 +106,14 @@ class Recording:
 
 @functools.cache
 def recording() -> Recording | None:
-    """Return the record that ``hvd-train verify`` wants; None where the script runs by itself."""
+    """Return the record for ``hvd-train verify``; None if the script runs without it."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return None
     options: dict[str, Any] = json.loads(text)
     started = Recording(Path(options["folder"]), options["ranks"], options["steps"])
-    # torch and Keras set theirs in verify_mode, once they are loaded.
+    # torch and Keras are seeded in verify_mode, once they are loaded.
     random.seed(SEED)
     np.random.seed(SEED)
-    atexit.register(started.write)  # a script may end before
+    atexit.register(started.write)  # a script may end before step K
     return started

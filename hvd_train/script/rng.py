@@ -1,7 +1,7 @@
-"""The process' generators of random numbers: each rank draws other numbers in a step, and the same for the order.
+"""Random generators in Keras scripts: different on each rank within steps, equal for the order of samples.
 
-Law: while ``fit`` runs, a generator starts from its state before, the rank and the number of the call: ranks draw other
-numbers, which repeat from run to run. What decides on the order of samples is drawn where rank 0 stood, on all ranks.
+While ``fit`` runs, a generator is seeded from its earlier state, the rank and the number of the call. So ranks draw
+different numbers, reproducible from run to run. The order of samples is drawn from rank 0's state on all ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from hvd_train.protocol import Communicator
 
-PIPELINE = ("python", "numpy", "tensorflow")  # what a tf.data pipeline may draw from: the same on all ranks
+PIPELINE = ("python", "numpy", "tensorflow")  # the generators that a tf.data pipeline may use: equal on all ranks
 
 
 class _Python:
@@ -26,7 +26,7 @@ class _Python:
         return random.getstate()
 
     def set(self, state: Any) -> None:
-        # JSON has made lists of the tuples that random wants.
+        # JSON turns the tuples that random needs into lists.
         version, words, gauss = state
         random.setstate((version, tuple(words), gauss))
 
@@ -68,7 +68,7 @@ class _Torch:
 
 
 class _TensorFlow:
-    """The seed of operations outside of a graph, from which a traced graph starts, too. None: nobody has set it."""
+    """TensorFlow's eager seed, which also seeds traced graphs. None: not set."""
 
     def __init__(self) -> None:
         from tensorflow.python.eager import context
@@ -90,12 +90,12 @@ class _TensorFlow:
 
 
 class _Keras:
-    """The generator of ``keras.random`` where no seed is given."""
+    """The default generator of ``keras.random``."""
 
     def __init__(self) -> None:
         from keras.src.random.seed_generator import global_seed_generator
 
-        before = random.getstate()  # Keras seeds a new one from it: weights to come are not to depend on this
+        before = random.getstate()  # a new Keras generator is seeded from it; later weights must not depend on that
         self._generator = global_seed_generator()
         random.setstate(before)
 
@@ -112,7 +112,7 @@ class _Keras:
 
 
 def generators() -> dict[str, Any]:
-    """Return the generators of all libraries that this process has loaded, by name."""
+    """Return the generators of all loaded libraries, by name."""
     loaded: dict[str, Any] = {}
     if "keras" in sys.modules:
         loaded["keras"] = _Keras()
@@ -127,7 +127,7 @@ def generators() -> dict[str, Any]:
 
 
 class Draws:
-    """The generators as one rank of ``world`` uses them."""
+    """The random generators of one rank of ``world``."""
 
     def __init__(self, world: Communicator) -> None:
         self.world = world
@@ -136,28 +136,28 @@ class Draws:
 
     @contextlib.contextmanager
     def apart(self, number: int, keep: tuple[str, ...] = ()) -> Iterator[None]:
-        """Let this rank draw other numbers than other ranks within this context, others for each ``number``.
+        """Draw different random numbers on each rank, and for each ``number``, within this context.
 
-        Afterwards all is as before, but for what was drawn in ``common``. ``keep``: generators that are left alone. All
-        ranks enter it.
+        Afterwards the generators are restored, except for numbers drawn in ``common``. ``keep``: generators to leave
+        unchanged. All ranks enter it.
         """
         self._generators = {name: each for name, each in generators().items() if name not in keep}
         local = self._states()
         # Rank 0's states, by name: {generator: state}
         common = json.loads(self.world.broadcast_bytes(json.dumps(local).encode()))
-        self._common = {name: state for name, state in common.items() if name in local}  # not all may have loaded torch
-        equal = {name for name, state in local.items() if state == self._common.get(name)}  # torch's need not be
+        self._common = {name: state for name, state in common.items() if name in local}  # some may lack torch
+        equal = {name for name, state in local.items() if state == self._common.get(name)}  # torch's may differ
         self._set({name: self._apart(name, state, number) for name, state in local.items()})
         try:
             yield
         finally:
-            # What was equal on all ranks stays equal: later draws of the order must be.
+            # Generators that were equal on all ranks stay equal, for later orders of samples.
             self._set({name: self._common[name] if name in equal else state for name, state in local.items()})
             self._common = None
 
     @contextlib.contextmanager
     def common(self, *, keep: bool = False) -> Iterator[None]:
-        """Let all ranks draw the same numbers within this context; ``keep``: and draw them again later."""
+        """Draw the same random numbers on all ranks within this context; ``keep``: a later one repeats them."""
         if self._common is None:
             yield
             return
@@ -166,14 +166,14 @@ class Draws:
         try:
             yield
         finally:
-            # The next ``common`` goes on where this one ended.
+            # The next ``common`` continues where this one ended.
             self._common = self._common if keep else self._states()
             self._set(local)
 
     def _apart(self, name: str, state: Any, number: int) -> Any:
         if state is None:
             return None
-        # Of the state as well: a script that seeds otherwise draws otherwise.
+        # The state is included, so that the script's seed matters.
         digest = hashlib.sha256(f"{json.dumps(state)} {self.world.rank} {number}".encode()).digest()
         return self._generators[name].seeded(int.from_bytes(digest[:4], "big") >> 1)
 

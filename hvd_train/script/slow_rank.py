@@ -1,4 +1,4 @@
-"""A report of the rank of a script that is slow: the ranks compare their waits up to four times a second."""
+"""A report of slow ranks in scripts: the ranks compare their waiting times up to four times a second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_train.run_folder.terminal import say
 
 
 class SlowRankReport:
-    """Name the slow rank, for all models of a process. ``waited``: seconds for which this rank waited so far."""
+    """The report of slow ranks, one per process. ``waited`` returns this rank's waiting time so far, in seconds."""
 
     def __init__(self, communicator: Communicator, waited: Callable[[], float]) -> None:
         self._communicator, self._waited = communicator, waited
@@ -19,7 +19,7 @@ class SlowRankReport:
         self._step = 0
 
     def stepped(self, steps: int = 1) -> None:
-        """Count ``steps`` more steps; on all ranks together. Rank 0 names a slow rank."""
+        """Count ``steps`` more steps; all ranks call it. Rank 0 prints a slow rank."""
         self._step += steps
         if self._communicator.size == 1 or not self._sync.due():
             return
@@ -27,6 +27,6 @@ class SlowRankReport:
             say(f"step {self._step}: {self._stragglers.slow_rank}", err=True)
 
     def pause(self) -> None:
-        """Leave out the time until the next step: an evaluation, a save. On all ranks together."""
+        """Ignore the time until the next step, for example of an evaluation; all ranks call it."""
         self._stragglers.pause()
         self._sync.begin()

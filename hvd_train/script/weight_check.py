@@ -1,7 +1,7 @@
-"""The ranks of a script compare their weights and learning rates now and then.
+"""Regular comparison of weights and learning rates between the ranks of a script.
 
-They do so where gradients travel. A script that moves weights by itself, past its optimizers, sends none: its weights
-are compared at the end of a pass in which they moved, in sums over ranks, and at the exit.
+It happens at the exchange of gradients. If a script updates weights itself, without our optimizers, there is none. Then
+weights are compared at the end of a pass that changed them, in sums over ranks, and at exit.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from hvd_train.errors import CommunicationError, name_ranks
 from hvd_train.protocol import Communicator
 
 _followed: weakref.WeakValueDictionary[int, WeightCheck] = weakref.WeakValueDictionary()  # by number of the model
-_every = 0  # sums over ranks between two comparisons; 0: there has been no model to follow
-_sums = 0  # how often numbers were added up over ranks
+_every = 0  # sums over ranks between two comparisons; 0: no model yet
+_sums = 0  # number of sums over ranks so far
 
 
 class WeightCheck:
-    """One model's weights and settings, compared after every ``every`` steps (0: never).
+    """The comparison of one model's weights and settings every ``every`` steps (0: never).
 
-    ``checksums`` gives a bit sum of each weight, ``settings`` what else must be equal and is the likely cause of a
-    difference. ``fix``: what the error advises.
+    ``checksums`` returns a checksum of each weight, ``settings`` other values that must be equal and are likely causes
+    of a difference. ``fix``: the advice in the error.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class WeightCheck:
         return any(due(step, self.every) for step in range(before + 1, after + 1))
 
     def compare(self, where: str, by_hand: bool = False) -> None:
-        """Raise the same CommunicationError on all ranks where something differs; on all ranks together."""
+        """Raise the same CommunicationError on all ranks if something differs; all ranks call it."""
         if self.every:
             sums, settings = self._checksums(), self._settings()
             fix = self._hand_fix if by_hand and not self._stepped() else self._fix
             agree_on_weights(self._communicator, sums, where, settings=settings, fix=fix)
 
-    # ---- weights that a script moves by itself
+    # ---- weights that a script updates itself
 
     def follow(self, number: int, stepped: Callable[[], bool], fix: str) -> None:
-        """Compare also where no gradient travels. ``number``: of the model, the same on all ranks.
+        """Compare also without an exchange of gradients. ``number``: of the model, the same on all ranks.
 
-        ``stepped`` returns whether gradients of the model have ever travelled. ``fix``: what the error advises if not.
+        ``stepped`` returns whether the model's gradients were ever exchanged. ``fix``: the advice if not.
         """
         global _every
         if self.every:
@@ -68,7 +68,7 @@ class WeightCheck:
         return hashlib.blake2b(json.dumps(dict(self._checksums())).encode(), digest_size=8).hexdigest()
 
     def moved_alone(self) -> bool:
-        """Return whether weights have moved though no gradient has ever travelled."""
+        """Return whether weights have changed without any exchange of gradients."""
         return not self._stepped() and self.digest() != self._first
 
     def error_at_exit(self, ranks: list[int]) -> CommunicationError:
@@ -77,14 +77,14 @@ class WeightCheck:
 
 
 def digests() -> dict[int, str]:
-    """Return {number: digest} of the weights of each model."""
+    """Return {model number: digest of its weights}."""
     return {number: check.digest() for number, check in sorted(_followed.items())}
 
 
 def pass_ended(before: Mapping[int, str], where: str) -> None:
-    """Compare the models whose weights are not as in ``before``, at the end of a pass in which no optimizer stepped.
+    """Compare models whose weights differ from ``before``, at the end of a pass without an optimizer step.
 
-    A rank that goes through a pass by itself moves no weights, and compares nothing.
+    If one rank alone makes a pass, it changes no weights, so it compares nothing.
     """
     for number, check in sorted(_followed.items()):
         if number in before and before[number] != check.digest():
@@ -92,7 +92,7 @@ def pass_ended(before: Mapping[int, str], where: str) -> None:
 
 
 def summed(where: str, communicator: Communicator) -> None:
-    """Compare all models now and then where numbers are added up over ranks; on all ranks together."""
+    """Compare all models now and then in a sum over ranks; all ranks call it."""
     global _sums
     _sums += 1
     if not (_every and (_sums == 1 or due(_sums, _every))):
@@ -101,22 +101,22 @@ def summed(where: str, communicator: Communicator) -> None:
     message = json.dumps({str(number): digest for number, digest in local.items()}).encode()
     everyone = [json.loads(part) for part in communicator.allgather_bytes(message, f"{where}.weights")]
     for number in local:
-        # A model that is gone on a rank is not compared: when Python frees one is chance.
+        # Skip a model that a rank has already freed: when Python frees it is chance.
         values = {digests.get(str(number)) for digests in everyone}
         if len(values) > 1 and None not in values:
             _followed[number].compare(where, by_hand=True)
 
 
 def at_exit() -> dict[str, str]:
-    """Return {number: digest} of the models whose weights have moved though no gradient has ever travelled."""
+    """Return {model number: digest} for models changed without any exchange of gradients."""
     return {str(number): check.digest() for number, check in sorted(_followed.items()) if check.moved_alone()}
 
 
 def compare_at_exit(local: Mapping[str, str], everyone: Mapping[int, Mapping[str, str]]) -> None:
-    """Raise CommunicationError where ranks that have come to their end have other weights than this one.
+    """Raise CommunicationError if ranks that have ended have other weights than this one.
 
-    Nobody waits for a rank: the last one to end sees all. Ranks whose weights have not moved do not count, as rank 0
-    may have loaded other ones to export them. ``everyone``: {rank: what ``at_exit`` gave there}.
+    No rank waits: the last one to end sees all others. Ranks whose weights have not changed do not count, because rank
+    0 may have loaded others to export them. ``everyone``: {rank: its result of ``at_exit``}.
     """
     for number, digest in local.items():
         apart = [rank for rank, digests in everyone.items() if digests.get(number, digest) != digest]

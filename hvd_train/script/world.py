@@ -1,4 +1,4 @@
-"""A script of the user's as one rank: its session, opened once a process, and the errors that end it."""
+"""A user's script as one rank: its session, and the handling of errors that end it."""
 
 from __future__ import annotations
 
@@ -28,30 +28,29 @@ from hvd_train.protocol import Communicator, Handle, Tensor
 from hvd_train.rank.session import Session
 from hvd_train.script import weight_check
 
-_sessions: list[Session] = []  # one at most
+_sessions: list[Session] = []  # at most one
 COMPRESSOR_OPTIONS = tuple(option for one in COMPRESSORS.values() for option in one.options)
-# The modes that a script may choose, and the keys of ``exchange`` that each takes.
+# The modes for scripts, and the keys of ``exchange`` for each.
 MODE_OPTIONS = {mode: one.scripts for mode, one in MODES.items() if one.scripts is not None}
 
 
 def place() -> World:
-    """Return this process' place, as its launcher says, before the session is open; from here on errors are lines."""
+    """Return rank and size from the launcher's environment, without opening the session; errors become single lines."""
     sys.excepthook = _end
     return world()
 
 
 def open_session(framework: str, session: Session | None = None, stages: int = 1) -> Session:
-    """Open the world that a launcher started, once a process; a script started alone is a world of one.
+    """Open the session of this process, once; a script without a launcher is a world of one.
 
-    From here on a rank whose script ends with an exception ends at once, so that no other rank waits for it, and errors
-    of the user become a line. ``session``: one that is prepared already, to be opened if none is. ``stages``: of a
-    pipeline.
+    From here on an uncaught exception ends the rank at once, so that no other rank waits for it, and user errors are
+    printed as a single line. ``session``: a prepared session to open. ``stages``: of a pipeline.
     """
     if not _sessions:
         sys.excepthook = _end
         session = session or Session.prepare(framework, verbose=True, user_process=True)
         communicator = session.open(stages=stages)
-        # Alone no transfer can hang.
+        # A single process cannot hang in a transfer.
         slot = session.watch(_watchdog_s()) if communicator.size > 1 else None
         if slot:
             slot.at(SCRIPT, 0)
@@ -59,7 +58,7 @@ def open_session(framework: str, session: Session | None = None, stages: int = 1
             horovod.slot, horovod.left = slot, peers.left
         _sessions.append(session)
         atexit.register(_close)
-    if _sessions[0].framework != framework:  # Horovod is opened once a process, by one framework
+    if _sessions[0].framework != framework:  # Horovod can be opened once per process, by one framework
         what = f"this process trains with {_sessions[0].framework} already"
         raise ConfigError(what, where=f"hvd_train: {framework}", fix="use one framework in a script")
     links = _sessions[0].links
@@ -70,16 +69,16 @@ def open_session(framework: str, session: Session | None = None, stages: int = 1
 
 
 def _watchdog_s() -> float:
-    seconds = os.environ.get(VARIABLE) or os.environ.get(STALL, "600")  # who lets Horovod wait for longer means it
+    seconds = os.environ.get(VARIABLE) or os.environ.get(STALL, "600")  # a longer Horovod timeout applies here, too
     with suppress(ValueError):
         return float(seconds)
     raise ConfigError(f"{seconds!r} is no number of seconds", where=VARIABLE)
 
 
 def _close() -> None:
-    """Leave the world without a barrier: a rank that leaves early must not wait for the others.
+    """Close the session without a barrier: a rank that ends early must not wait for the others.
 
-    A script that caught the loss of a rank has not trained to its end, whatever it says.
+    A script that caught the loss of a rank still ends with that error.
     """
     communicator = _sessions[0].communicator
     failure = communicator.failure()
@@ -88,7 +87,7 @@ def _close() -> None:
     slot = getattr(communicator, "slot", None)
     if slot:
         weights = weight_check.at_exit()
-        slot.report_end({"code": 0, "weights": weights})  # others may wait for this rank
+        slot.report_end({"code": 0, "weights": weights})  # other ranks may wait for this one
         try:
             weight_check.compare_at_exit(weights, {k: x.get("weights", {}) for k, x in peers.ended().items()})
         except CommunicationError as error:
@@ -99,7 +98,7 @@ def _close() -> None:
 def exchange_options(
     where: str, compression: str, options: dict[str, Any], overlap: bool | str = "auto", mode: str = ALLREDUCE
 ) -> Any:
-    """Return the configuration's section ``exchange``, checked as the command line checks it."""
+    """Build the configuration's section ``exchange``, with the same checks as on the command line."""
     if mode not in MODE_OPTIONS:
         known = mode in MODES
         what = f"mode={mode!r}: for hvd-train fit alone" if known else f"mode: {did_you_mean(mode, MODE_OPTIONS)}"
@@ -116,7 +115,7 @@ def exchange_options(
         raise ConfigError(what, where=where, fix=fix)
     values = {"compression": compression, "overlap": overlap, "mode": mode, **options}
     try:
-        # The command line's reader has the types, ranges and messages of these keys.
+        # load_config has the types, ranges and messages of these keys.
         return load_config(None, [f"exchange.{name}={json.dumps(value)}" for name, value in values.items()]).exchange
     except ConfigError as error:
         raise ConfigError(re.sub(r"--set \S+: exchange\.", "", error.what), where=where) from error
@@ -128,13 +127,13 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
         return
     if isinstance(error, KeyboardInterrupt):
         exit_rank(130)
-    # The communicator knows whether an error of Horovod means that another rank was lost.
-    known = isinstance(error, EndedRankError | LostRankError)  # which say what this rank did
+    # The communicator knows whether a Horovod error means that another rank was lost.
+    known = isinstance(error, EndedRankError | LostRankError)  # these already say what happened
     exit_with_error(error if known or not _sessions else _sessions[0].communicator.failure(error) or error)
 
 
 class NamedTransfers:
-    """The communicator for one model: its names differ from another model's, so that their transfers never meet."""
+    """The communicator of one model, with a prefix in transfer names that keeps models apart."""
 
     def __init__(self, communicator: Communicator, number: int) -> None:
         self._communicator, self._number, self.size = communicator, number, communicator.size

@@ -1,12 +1,12 @@
-"""Data parallelism for your PyTorch script in three lines, started by horovodrun, mpirun or srun, or alone:
+"""Data parallelism for your PyTorch script in three lines, with or without horovodrun, mpirun or srun:
 
     import hvd_train.torch as ht
 
     model, optimizer = ht.distribute(model, optimizer)
     loader = ht.shard(loader)
 
-The loop stays as it is: gradients are the mean over all ranks when ``backward()`` returns, before they are unscaled,
-clipped or applied. A script that was started alone is a world of one: the same code, and nothing is exchanged.
+The training loop does not change: when ``backward()`` returns, gradients are the mean over all ranks, ready to be
+unscaled, clipped or applied. Without a launcher the script is a world of one, and nothing is exchanged.
 """
 
 from hvd_train.torch.api import (

@@ -1,4 +1,4 @@
-"""The beginning and the end of a backward pass, for reducers: also of one in another, and of one that failed."""
+"""Detection of the start and end of backward passes, including nested and failed ones."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class Member(Protocol):
     def abandon(self) -> None: ...
 
 
-before: Callable[[Sequence[Member]], None] | None = None  # called at a pass' end, before its members finish
+before: Callable[[Sequence[Member]], None] | None = None  # called at the end of a pass, before its members finish
 
-_waiting: list[Member] = []  # whose gradients this pass has reached
-_task: int | None = None  # the pass, by autograd's number of it
-_depth = 0  # backward passes that run in the backward of a checkpointed part
+_waiting: list[Member] = []  # the members whose gradients this pass has reached
+_task: int | None = None  # autograd's number of the pass
+_depth = 0  # nested backward passes of checkpointed parts
 
 
 def current_pass() -> int:
-    """Return autograd's number of the pass that runs now; -1: none."""
+    """Return autograd's number of the running pass; -1: none."""
     return torch._C._current_graph_task_id()
 
 
 def register(member: Member) -> None:
-    """Have ``member.finish()`` called when this backward pass ends, or the outermost one around it."""
+    """Call ``member.finish()`` at the end of this backward pass, or of the outermost one around it."""
     _enter()
     _waiting.append(member)
 
 
 def enter() -> None:
-    """Note that a hook of autograd runs. If its pass is new, the one before ended with an error or in a callback."""
+    """Record that an autograd hook runs. If its pass is new, the one before failed or ended in a callback."""
     if current_pass() != _task:
         _enter()
 
@@ -54,12 +54,12 @@ def _enter() -> None:
         return
     after_failure()
     _task = task
-    # Autograd calls it after the last node of the pass, before backward() returns.
+    # Autograd calls this after the last node of the pass, before backward() returns.
     torch.autograd.Variable._execution_engine.queue_callback(_end)
 
 
 def after_failure() -> None:
-    """End the last pass, if an error ended it: members still wait, and no pass runs, or a new one."""
+    """Abandon the members of the last pass if it failed: they still wait, but their pass no longer runs."""
     members = _pop_members()
     if members and before:
         before(members)
@@ -77,7 +77,7 @@ def _end() -> None:
 
 
 def _pop_members() -> list[Member]:
-    """Return the members of the pass, which is over, in the same order on every rank."""
+    """End the pass; return its members in the same order on every rank."""
     global _task
     # Hooks run in the order in which gradients are ready, which may differ between ranks; transfers must not.
     members, _task = sorted(_waiting, key=lambda member: member.number), None
@@ -90,7 +90,7 @@ def _nested() -> bool:
         return True
     frame = sys._getframe()
     while frame is not None:
-        # The backward of a torch.autograd.Function in Python, which has called backward() itself.
+        # The backward of a Python torch.autograd.Function that has called backward() itself.
         if frame.f_code is BackwardCFunction.apply.__code__:
             return True
         frame = frame.f_back  # type: ignore[assignment]
@@ -101,8 +101,8 @@ def _nested() -> bool:
 def watch_checkpoints() -> None:
     """Count nested backward passes of reentrant checkpointing.
 
-    It runs a backward pass for each part, in the backward pass of the whole, whose beginning and end torch does not
-    announce. Without this every part would be exchanged by itself: right, but slow.
+    For each part it runs a backward pass within the outer one, and torch has no hook for its start and end. Without
+    this every part would be exchanged separately, which is correct but slow.
     """
     backward: Callable[..., Any] = CheckpointFunction.backward
 

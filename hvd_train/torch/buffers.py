@@ -1,4 +1,4 @@
-"""Buffers of a model that are not running statistics: all ranks take rank 0's, where they change at all."""
+"""Broadcast of rank 0's buffers, other than running statistics, if they change."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hvd_train.protocol import Communicator
 from hvd_train.script.broadcast import broadcast_parts
 from hvd_train.torch.bit_sum import bits
 
-LOOKS = (1, 3)  # passes, besides those of ``due``, at which contents are compared
-_registrations = 0  # of buffers and layers, in any module of this process
+LOOKS = (1, 3)  # passes at which contents are compared, besides those of ``due``
+_registrations = 0  # the number of registrations of buffers and layers in all modules of this process
 
 
 def _count_registration(*_: Any) -> None:
@@ -30,11 +30,11 @@ module.register_module_module_registration_hook(_count_registration)
 
 
 class Buffers:
-    """Buffers that all ranks take from rank 0 after every pass, from the first change on any rank on.
+    """The buffers that are broadcast from rank 0 after every pass, once they have changed on any rank.
 
-    torch counts most changes; those made through ``.data`` show in the contents, which are looked at now and then.
-    Buffers that never change (masks, tables) cost no transfer. Those that come to the model later (masks of pruning)
-    are shared once, and from then on when they change; they have one flag for all of them, the last.
+    torch counts most changes; changes through ``.data`` are detected by checksums now and then. Buffers that never
+    change (masks, tables) are not sent. Late buffers, which are registered after ``ht.distribute`` (masks of pruning),
+    are sent once, and then whenever they change; they share one flag, the last.
     """
 
     def __init__(self, model: torch.nn.Module, communicator: Communicator) -> None:
@@ -45,17 +45,17 @@ class Buffers:
         for layer in model.modules():
             for name, x in layer._buffers.items():
                 if not (id(layer) in norms and name in running_stats):
-                    # One that is None may be made of the first batch; several layers may have the same tensor.
+                    # A buffer that is None may be filled later; several layers may share a tensor.
                     places.setdefault((id(layer), name) if x is None else id(x), (layer, name))
         self._places = list(places.values())
         self._marks = [self._mark(k) for k in range(len(self._places))]
         self._contents = self._sums()
         self._live: set[int] = set()
-        self._moved: set[int] = set()  # on this rank, since the last exchange
-        self._layers = list(model.modules())  # kept, so that no other layer gets the id of one of them
+        self._moved: set[int] = set()  # changed on this rank since the last exchange
+        self._layers = list(model.modules())  # kept alive, so that their ids are not reused
         self._first = {(id(layer), name) for layer in self._layers for name in layer._buffers}
         self._seen = _registrations
-        self._late: dict[str, tuple[int, int]] = {}  # marks of those that came later, by name
+        self._late: dict[str, tuple[int, int]] = {}  # marks of late buffers, by name
         self._late_new = self._late_live = False
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class Buffers:
         return len(self._places) + 1
 
     def _late_places(self) -> dict[str, tuple[torch.nn.Module, str]]:
-        """Return the places of buffers that came to the model after this object was made, by name."""
+        """Return {name: (layer, buffer name)} of the late buffers."""
         places = [(path, layer, name) for path, layer in self._model.named_modules() for name in layer._buffers]
         late = [place for place in places if (id(place[1]), place[2]) not in self._first]
         return {f"{path}.{name}".lstrip("."): (layer, name) for path, layer, name in late}
@@ -79,12 +79,12 @@ class Buffers:
         return [0 if x is None else int(bits(x)) for x in map(self._get, range(len(self._places)))]
 
     def changed(self, passes: int, every: int) -> list[float]:
-        """Return, for each buffer, 1.0 if this rank knows that it changes, else 0.0; last for those that came later."""
+        """Return a flag for each buffer, 1.0 if it is known to change on this rank; the last is for late buffers."""
         marks = [self._mark(k) for k in range(len(self._places))]
-        # Kept until buffers are shared: a pass that fails, or whose exchange is made again, asks once more.
+        # Kept until buffers are shared, because a failed or repeated exchange asks again.
         moved = self._moved
         moved |= {k for k, mark in enumerate(marks) if mark != self._marks[k]}
-        # A sum reads the whole buffer, and on a GPU waits for it: not in every pass.
+        # Not in every pass: a sum reads the whole buffer, and synchronizes with a GPU.
         if passes in LOOKS or due(passes, every or 100):
             sums = self._sums()
             moved |= {k for k, x in enumerate(sums) if x != self._contents[k]}
@@ -93,7 +93,7 @@ class Buffers:
         return [*known, float(self._late_changed())]
 
     def _late_changed(self) -> bool:
-        """Return whether buffers came to the model since the last pass, or such ones change."""
+        """Return whether late buffers are new since the last pass, or change."""
         if self._seen == _registrations and not self._late:
             return False
         self._seen = _registrations
@@ -105,8 +105,8 @@ class Buffers:
 
     @torch.no_grad()
     def share(self, changed: list[float]) -> None:
-        """Take rank 0's contents of the buffers that any rank has ``changed``; on all ranks together."""
-        # ``changed`` is a sum over ranks, so that all of them keep the same set and send the same buffers.
+        """Broadcast rank 0's contents of the buffers that any rank has ``changed``; all ranks call it."""
+        # ``changed`` is a sum over ranks, so all ranks share the same buffers.
         *known, late = changed
         self._moved = set()
         if late:
@@ -120,7 +120,7 @@ class Buffers:
         if not self._communicator.rank:
             head = [[k, str(x.dtype).removeprefix("torch."), list(x.shape)] for k, x in local.items()]
             parts = [_memory_of(x) for x in local.values()]
-        # Type and shape travel along: a buffer may be new, or have grown, since the last pass.
+        # Type and shape are sent as well: a buffer may be new or resized since the last pass.
         head, sent = broadcast_parts(self._communicator, head, parts)
         if not self._communicator.rank:
             return
@@ -129,7 +129,7 @@ class Buffers:
         self._marks = [self._mark(k) for k in range(len(self._places))]
 
     def _share_late(self) -> None:
-        """Take rank 0's contents of the buffers that came to the model after this object was made."""
+        """Broadcast rank 0's contents of the late buffers; warn of differences."""
         places = self._late_places()
         local = {name: x for name, (layer, k) in places.items() if (x := layer._buffers[k]) is not None}
         head: list[Any] = []
@@ -158,8 +158,8 @@ class Buffers:
 
 
 def _mark_of(x: torch.Tensor | None) -> tuple[int, int]:
-    """Return what is another value once ``x`` was changed or replaced."""
-    # Inference tensors have no count of changes.
+    """Return a mark that differs once ``x`` has been changed or replaced."""
+    # Inference tensors have no version counter.
     return id(x), 0 if x is None or x.is_inference() else x._version
 
 
@@ -173,16 +173,16 @@ def _tensor_of(kind: str, shape: list[int], part: memoryview) -> torch.Tensor:
 
 
 def _put(place: tuple[torch.nn.Module, str], value: torch.Tensor) -> None:
-    """Give the buffer at ``place`` the contents ``value``."""
+    """Set the buffer at ``place`` to ``value``."""
     layer, name = place
     x = layer._buffers.get(name)
     if x is not None and (x.dtype, x.shape) == (value.dtype, value.shape):
-        x.data.copy_(value)  # a graph that is kept may hold it
+        x.data.copy_(value)  # a retained graph may hold the tensor
     else:
         device = next(iter(layer.parameters()), value).device if x is None else x.device
         layer._buffers[name] = value.to(device)
 
 
 def _memory_of(x: torch.Tensor) -> np.ndarray:
-    """Return a tensor's bytes."""
+    """Return a tensor's bytes, (bytes,) uint8."""
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

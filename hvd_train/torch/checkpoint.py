@@ -20,11 +20,11 @@ from hvd_train.torch.local_training import STATE
 
 
 def save(path: str | os.PathLike, **parts: Any) -> None:
-    """Write one file, on rank 0: ``ht.save("last.ckpt", model=model, optimizer=optimizer, loader=loader, epoch=3)``.
+    """Write one file on rank 0: ``ht.save("last.ckpt", model=model, optimizer=optimizer, loader=loader, epoch=3)``.
 
-    A part is anything with a ``state_dict``, a loader of ``ht.shard``, or numbers, strings and tensors. The file is a
-    safetensors file; it appears under its name when it is complete. Other ranks may call this or not; with an optimizer
-    that is sharded, or with local training, all ranks must, as each has other slots.
+    A part is anything with a ``state_dict``, a loader of ``ht.shard``, or numbers, strings and tensors. The file is in
+    safetensors format and gets its name when it is complete. With a sharded optimizer or local training all ranks must
+    call this, because each has other state; otherwise only rank 0 must.
     """
     if recording():
         return
@@ -45,10 +45,10 @@ def save(path: str | os.PathLike, **parts: Any) -> None:
 
 
 def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> dict[str, Any]:
-    """Give ``parts`` back the state that ``save`` wrote, and return the file's numbers and strings by name.
+    """Restore the ``parts`` that ``save`` wrote; return the file's other values by name.
 
-    Rank 0 reads, all ranks load; on all ranks, before or after ``distribute``. Nothing is unpickled. ``missing_ok``:
-    {} if there is no file. Raises CheckpointError on all ranks.
+    Call it on all ranks, before or after ``distribute``; rank 0 reads the file. Nothing is unpickled. ``missing_ok``:
+    return {} if there is no file. Raises CheckpointError on all ranks.
     """
     communicator = registry.communicator()
 
@@ -57,7 +57,7 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
             return b""
         try:
             data = files.content(Path(path))
-            # Only to check it: what is damaged must raise here, before the other ranks get it.
+            # Unpacked to check it: a damaged file must raise here, before the broadcast.
             if not isinstance(state_bytes.unpack(data), dict):
                 raise ValueError("it is not a file of ht.save")
         except FileNotFoundError as error:
@@ -79,7 +79,7 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
             fix = f"it holds {', '.join(map(str, state))}"
             raise CheckpointError(f"there is no {name} in it", where=str(path), fix=fix, common=True)
         try:
-            # The same bytes on all ranks: an error here is on all of them, hence ``common``.
+            # All ranks have the same bytes, so an error occurs on all of them, hence ``common``.
             found = state[name]
             if isinstance(part, torch.optim.Optimizer):
                 found = state_bytes.with_functions(found, part)
@@ -93,7 +93,7 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
             registry.read_before[part] = state[name]
         if isinstance(part, torch.nn.Module):
             for reducer in {reducer for _, reducer in registry.distributed if reducer}:
-                # Running statistics travel as changes since the last pass: a load is none.
+                # Running statistics are exchanged as changes since the last pass; a load does not count as one.
                 reducer.loaded(part)
     return {name: value for name, value in state.items() if name not in parts}
 
@@ -104,7 +104,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _owner(part: Any) -> Any:
-    """Return the object that has a part's ``state_dict``, or the part itself."""
+    """Return the object with the ``state_dict`` of a part, or the part itself."""
     if isinstance(part, passes.Sharded):
         return part.share
     return unwrapped(part) if isinstance(part, torch.nn.Module) else part
@@ -116,8 +116,8 @@ def _state_of(part: Any) -> Any:
 
 
 def lay_slots(optimizer: torch.optim.Optimizer) -> None:
-    """Lay slots out in memory as their parameters are, as the optimizer itself makes them."""
-    # Files and broadcasts hold contiguous tensors; fused steps want weight, gradient and slot in one layout.
+    """Give slots the memory layout of their parameters, as the optimizer itself does."""
+    # Files and broadcasts have contiguous tensors; fused steps need weight, gradient and slot in one layout.
     for parameter, slots in optimizer.state.items():
         for name, x in slots.items():
             if isinstance(x, torch.Tensor) and x.shape == parameter.shape and x.stride() != parameter.stride():
@@ -126,7 +126,7 @@ def lay_slots(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def broadcast(communicator: Communicator, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Give all ranks rank 0's weights, buffers and optimizer state, bit for bit."""
+    """Broadcast rank 0's weights, buffers and optimizer state, bit for bit."""
     if communicator.size == 1:
         return
     tensors = dict([*model.named_parameters(), *model.named_buffers()])

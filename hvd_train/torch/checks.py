@@ -31,7 +31,7 @@ def refuse(what: str, fix: str, where: str = WHERE) -> None:
 
 
 def check_models(models: Sequence[Any], sync_batchnorm: bool) -> None:
-    """Raise ConfigError for models that cannot be distributed, as far as one rank can tell."""
+    """Raise ConfigError for models that cannot be distributed. Local checks only."""
     for model in models:
         _check_model(model, sync_batchnorm)
 
@@ -51,7 +51,7 @@ def _check_model(model: torch.nn.Module, sync_batchnorm: bool) -> None:
 
 
 def check_parameters(trained: Mapping[str, torch.nn.Parameter]) -> None:
-    """Raise ConfigError for parameters that are distributed already, or of a type that cannot travel."""
+    """Raise ConfigError for parameters that are already distributed, or of an unsupported type."""
     for name, p in trained.items():
         if id(p) in registry.parameters:
             refuse("this parameter is distributed with another model", "distribute one module that holds both", name)
@@ -87,14 +87,14 @@ def check(model: torch.nn.Module, optimizers: Sequence[Any]) -> None:
 
 
 def check_embeddings(model: torch.nn.Module) -> None:
-    """Raise ConfigError for embeddings that N ranks would not train as one rank does."""
+    """Raise ConfigError for embeddings that depend on the local batch, so N ranks differ from one."""
     if what := embeddings.dependent_on_batch(model):
         refuse(what, embeddings.FIX)
 
 
 def check_elementwise(optimizers: Sequence[torch.optim.Optimizer]) -> list[frozenset[str]]:
-    """Return for each optimizer the names of its state that are not slots. Raises ConfigError if one cannot be
-    divided."""
+    """Return for each optimizer the state names that are not slots. Raises ConfigError if one cannot be
+    sharded."""
     if not optimizers:
         refuse(
             "sharded=True divides optimizers, and none is given", "call ht.distribute(model, optimizer, sharded=True)"
@@ -106,7 +106,7 @@ def check_elementwise(optimizers: Sequence[torch.optim.Optimizer]) -> list[froze
 def check_local(
     models: Sequence[Any], optimizers: Sequence[Any], mode: str, sync_batchnorm: bool, average: bool, sharded: bool
 ) -> None:
-    """Raise ConfigError where local training cannot be."""
+    """Raise ConfigError if local training is not possible."""
     where = f"{WHERE}(mode=...)"
     if len(models) != 1 or len(optimizers) != 1:
         refuse("ranks that train apart have one model and one optimizer", "call ht.distribute(model, optimizer)", where)
@@ -118,11 +118,11 @@ def check_local(
 
 
 def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
-    """Return {name: text} of everything that must be equal on all ranks."""
+    """Return {name: text} for all properties that must be equal on all ranks."""
     texts = {"torch": torch.__version__, "models before": str(len(registry.distributed))}
     for name, x in [*model.named_parameters(), *model.named_buffers()]:
         trained = "" if x.requires_grad else ", not trained"
-        # Flat buckets are in the order of memory.
+        # Strides, because flat buckets are in memory order.
         texts[name] = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}, strides {x.stride()}{trained}"
     for k, optimizer in enumerate(optimizers):
         texts[f"optimizer {k}"] = type(optimizer).__name__
@@ -134,13 +134,13 @@ def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
 
 
 def warn_of_plain_tensors(communicator: Communicator, model: torch.nn.Module) -> None:
-    """Warn of tensors that are neither parameters nor buffers and differ: they stay so, which may be meant."""
+    """Warn of tensors that are no parameters or buffers and differ between ranks, which may be intended."""
     if communicator.size == 1:
         return
     sums = {}
     for path, layer in model.named_modules():
         for name, x in vars(layer).items():
-            # Of what is made anew in each forward, as by weight_norm, the sources are parameters.
+            # Tensors recomputed in each forward, as by weight_norm, have parameters as their sources.
             made = {f"{name}_orig", f"{name}_g"} & set(layer._parameters)
             if isinstance(x, torch.Tensor) and not (made or x.grad_fn or x.is_meta or x.is_quantized):
                 sums[f"{path}.{name}".lstrip(".")] = int(bits(x))
@@ -153,7 +153,7 @@ def warn_of_plain_tensors(communicator: Communicator, model: torch.nn.Module) ->
 
 
 def warn_of_hidden_layers(communicator: Communicator, model: torch.nn.Module) -> None:
-    """Warn of layers in lists and dicts, which no optimizer trains. A teacher may be kept there on purpose."""
+    """Warn of layers in lists and dicts, which no optimizer trains. This may be intended for a teacher model."""
     names = hidden(model)
     if names and not communicator.rank:
         fix = f"{HIDDEN_FIX}; or set requires_grad_(False) of what is not to be trained"

@@ -1,4 +1,4 @@
-"""The check that an optimizer moves each entry by that entry's gradient and slots alone: a copy is tried on parts."""
+"""The test whether an optimizer is elementwise: a copy of it steps on whole tensors and on their parts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ TOLERANCE = 1e-11  # relative, in float64
 FIX = "leave sharded=True out, or take an elementwise optimizer, such as SGD, Adam, AdamW, RMSprop or Adagrad"
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
-trying: list[torch.optim.Optimizer] = []  # copies, whose steps are nobody's training
+trying: list[torch.optim.Optimizer] = []  # copies under test, whose steps do not count
 
 
 def numbers_of(optimizer: torch.optim.Optimizer, where: str) -> frozenset[str]:
-    """Return the names of the optimizer's state that are one number for a tensor, as Adam's ``step``; others are slots.
+    """Return the names of state that is one number per tensor, such as Adam's ``step``; other state is slots.
 
-    Raises ConfigError where a step on parts of tensors is not the part of a step on the whole.
+    Raises ConfigError if a step on parts of tensors differs from a step on whole tensors.
     """
     kind = type(optimizer).__name__
     _check_attributes(optimizer, kind, where)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device if parameters else torch.device("cpu")
-    # Shapes of the whole, then those of the first and of the second rank's parts, which are flat.
+    # The whole tensor, then the flat parts of the first and of the second rank.
     cuts = [lambda x: x, lambda x: x.reshape(-1)[: x.numel() // 2], lambda x: x.reshape(-1)[x.numel() // 2 :]]
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -36,7 +36,7 @@ def numbers_of(optimizer: torch.optim.Optimizer, where: str) -> frozenset[str]:
     except Exception as error:
         what = f"{kind} cannot be divided: a step on parts of tensors fails ({' '.join(str(error).split())})"
         raise ConfigError(what, where=where, fix=FIX) from error
-    # ``whole``: of each tensor {"weight": ..., name: ...}; a part has the same names.
+    # ``whole``: {"weight": ..., name: ...} for each tensor; a part has the same names.
     numbers = frozenset(name for state in whole for name, x in state.items() if not _is_slot(x, state["weight"]))
     for state, *of_parts in zip(whole, *parts, strict=True):
         for name, x in state.items():
@@ -47,9 +47,9 @@ def numbers_of(optimizer: torch.optim.Optimizer, where: str) -> frozenset[str]:
 
 
 def _check_attributes(optimizer: torch.optim.Optimizer, kind: str, where: str) -> None:
-    """Refuse optimizers that keep more than groups and slots, as those that wrap another one, and those with methods of
-    their own, as ``eval`` of schedule-free ones: outside of a step no slot is found under the user's parameter."""
-    known = vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)).keys() | {"step"}  # which a scheduler puts there
+    """Raise ConfigError for optimizers with other attributes than groups and slots, such as wrappers, or with extra
+    methods, such as ``eval`` of schedule-free ones: outside a step the slots are not under the user's parameters."""
+    known = vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)).keys() | {"step"}  # which a scheduler sets
     for name, value in vars(optimizer).items():
         if name not in known and not _is_plain(value):
             what = f"{kind} cannot be divided: it keeps '{name}' ({type(value).__name__}) beside its groups and slots"
@@ -70,13 +70,13 @@ def _is_plain(value: Any) -> bool:
 def _trained(
     optimizer: torch.optim.Optimizer, part_of: Callable[[torch.Tensor], torch.Tensor], device: torch.device
 ) -> list[dict[str, Any]]:
-    """Return {name: value} of each tensor's weight and state after a few steps of a copy on what ``part_of`` gives."""
+    """Take a few steps with a copy on ``part_of`` each tensor; return {name: value} of its weight and state."""
     clone, groups, weights = object.__new__(type(optimizer)), [], []
     state: defaultdict[Any, dict] = defaultdict(dict)
     for group in optimizer.param_groups:
         known = next((p for p in group["params"] if p.dim() and p in optimizer.state), None)
         options = {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
-        if "lr" in options:  # a warm-up may begin with 0, with which all formulas are equal
+        if "lr" in options:  # a warm-up may begin with 0, which would hide all differences
             options["lr"] = torch.full_like(options["lr"], 0.01) if isinstance(options["lr"], torch.Tensor) else 0.01
         tensors = [torch.nn.Parameter(part_of(_numbers(shape, k, device)).clone()) for k, shape in enumerate(SHAPES)]
         if known is not None:
@@ -106,7 +106,7 @@ def _numbers(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.T
 
 
 def _like(state: dict[str, Any], known: torch.Tensor, x: torch.Tensor) -> dict[str, Any]:
-    """Return state for ``x``: one entry of each slot of ``known`` in all places, and its numbers."""
+    """Make state for ``x`` from that of ``known``: slots filled with their first entry, and its numbers."""
     slots = {name: v for name, v in state.items() if _is_slot(v, known)}
     filled = {name: torch.full_like(x, v.flatten()[0].item(), dtype=v.dtype) for name, v in slots.items()}
     return copy.deepcopy({name: v for name, v in state.items() if name not in slots}) | filled
@@ -117,7 +117,7 @@ def _is_slot(value: Any, weight: torch.Tensor) -> bool:
 
 
 def _same(whole: Any, parts: list[Any]) -> bool:
-    """Return whether ``parts`` are those of ``whole``, or are all equal to it where it is a number."""
+    """Return whether ``parts`` join to ``whole``, or all equal it if it is a number."""
     if not isinstance(whole, torch.Tensor):
         return _is_plain(whole) and all(part == whole for part in parts)
     if whole.numel() == 1:

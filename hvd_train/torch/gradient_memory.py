@@ -1,4 +1,4 @@
-"""The memory in which gradients travel: flat buckets, and of each tensor a view of its bucket."""
+"""The memory for exchanged gradients: flat buckets, with a view for each tensor."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hvd_train.frontends.pytorch.buckets import users
 
 
 class GradientMemory:
-    """One flat tensor for each bucket; ``views[i]`` is the place of tensor ``i`` in it.
+    """A flat tensor for each bucket; ``views[i]`` is the view for tensor ``i``.
 
-    After an exchange the views are the parameters' gradients. A script may keep one, or a part of one, beyond the step;
-    then its bucket gets new memory before it is written again.
+    After an exchange the views are the parameters' gradients. If a script keeps one, or a part of one, beyond the step,
+    its bucket gets new memory before the next write.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], buckets: Sequence[Sequence[int]]) -> None:
@@ -22,23 +22,23 @@ class GradientMemory:
         self._sizes = [x.numel() for x in tensors]
         self.flats: dict[int, torch.Tensor] = {}
         self.views: dict[int, torch.Tensor] = {}
-        self.versions: dict[int, int] = {}  # of views, as they were when somebody noted them
+        self.versions: dict[int, int] = {}  # of views, when last recorded
         self._addresses: dict[int, int] = {}
-        self._strides: dict[int, tuple[int, ...]] = {}  # of the tensors for which the views were made
-        self._users: dict[int, int] = {}  # of a bucket's memory, where nobody else has a part of it
+        self._strides: dict[int, tuple[int, ...]] = {}  # of the tensors when the views were made
+        self._users: dict[int, int] = {}  # of a bucket's memory, without references from outside
         for b in range(len(buckets)):
             self.renew(b)
-        self._references = self._count_references(0)  # of a view that nobody else has
+        self._references = self._count_references(0)  # of a view without references from outside
 
     def renew(self, b: int) -> None:
-        """Give a bucket new memory: a script holds what lies in the old one, or it must not change."""
+        """Allocate new memory for a bucket, because a script holds the old one or it must not change."""
         members = self._buckets[b]
         first = self._tensors[members[0]]
         flat = torch.zeros(sum(self._sizes[i] for i in members), dtype=first.dtype, device=first.device)
         self.flats[b] = flat
         for i, part in zip(members, flat.split([self._sizes[i] for i in members]), strict=True):
-            # A gradient lies in memory as its parameter does (channels last, transposed, ...): fused steps rely on it.
-            # ``data``: each view has its own count of changes.
+            # A gradient has its parameter's memory layout (channels last, transposed, ...): fused steps rely on it.
+            # ``data``: each view has its own version counter.
             x = self._tensors[i]
             self.views[i] = part.as_strided(x.shape, torch.empty_like(x).stride()).data
             self._strides[i] = x.stride()
@@ -47,12 +47,12 @@ class GradientMemory:
         self._users[b] = users(self.flats[b])
 
     def in_place(self, i: int) -> bool:
-        """Return whether view ``i`` lies where it was made, in the layout of its tensor."""
+        """Return whether view ``i`` is still in its bucket, in the layout of its tensor."""
         there = self.views[i].data_ptr() == self._addresses[i]
         return there and self._tensors[i].stride() == self._strides[i]
 
     def is_held(self, b: int, members: Sequence[int]) -> bool:
-        """Return whether a script holds a gradient of ``members``, or a part of one, that no parameter has any more."""
+        """Return whether a script holds an old gradient of ``members``, or a part of one."""
         if not members:
             return False
         return users(self.flats[b]) > self._users[b] or any(map(self.is_referenced, members))
@@ -65,9 +65,9 @@ class GradientMemory:
         return sys.getrefcount(self.views[i])
 
     def note_versions(self, members: Sequence[int]) -> None:
-        """Remember how often the views of ``members`` were changed."""
+        """Record the version counters of the views of ``members``."""
         self.versions.update({i: self.views[i]._version for i in members})
 
     def is_changed(self, i: int) -> bool:
-        """Return whether view ``i`` was changed since its version was noted."""
+        """Return whether view ``i`` has changed since its version was recorded."""
         return self.views[i]._version != self.versions[i]

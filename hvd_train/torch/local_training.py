@@ -1,6 +1,6 @@
 """Local training of a PyTorch script: ``ht.distribute(model, optimizer, mode="outer")``, or ``"streaming"``.
 
-``state_dict`` and ``ht.save`` hold the global weights, and the model has them within ``ht.global_weights``.
+``state_dict`` and ``ht.save`` contain the global weights; within ``ht.global_weights`` the model holds them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DIFFER_FIX = "load weights on all ranks, and let no rank decide by its loss or i
 
 
 class LocalModel(LocalTraining):
-    """A model and its optimizer, whose hooks count steps and put the global weights into what is saved."""
+    """Local training of a model and its optimizer; hooks count steps and put the global weights into state dicts."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class LocalModel(LocalTraining):
         number: int,
         every: int,
     ) -> None:
-        """``places``: of running statistics."""
+        """``places``: (layer, name) of the running statistics."""
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._model, self._known = model, {id(p) for p in parameters.values()}
         self._optimizer, self._checked = optimizer, 0
-        self._frame: Any = None  # of the step under way
+        self._frame: Any = None  # of the running step
         self._within_step = 0  # steps within it
         ops = TorchOps(next(iter(parameters.values())).device)
         weights = ScriptWeights(
@@ -82,7 +82,7 @@ class LocalModel(LocalTraining):
         if is_running(self._frame):
             self._within_step += 1
             return
-        # Of a step that an error has ended there may be something left.
+        # A failed step may have left these set.
         self._frame, self._within_step = sys._getframe(1), 0
         self.begin_step()
         late = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -114,7 +114,7 @@ class LocalModel(LocalTraining):
     # ---- state
 
     def _put_global(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Put copies of the global weights and statistics into a ``state_dict`` of the model."""
+        """Replace the entries of a model's ``state_dict`` by copies of the global weights and statistics."""
         if self.within or not self.update.diverged:
             return
         self.warn_if_apart_so_far()
@@ -125,7 +125,7 @@ class LocalModel(LocalTraining):
                     state[prefix + name] = x.detach().clone()
 
     def _before_load(self, *_: Any) -> None:
-        """Give the model the global weights: what is not loaded must be the same on all ranks."""
+        """Load the global weights, because weights that are not in the file must be equal on all ranks."""
         self.check_load()
         self.take_global()
 
@@ -138,13 +138,13 @@ class LocalModel(LocalTraining):
     def _take_state(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         self.load({name: x.cpu().numpy() for name, x in state.get(STATE, {}).items()})
         others, rank = state.get(OTHERS, []), self._communicator.rank
-        if rank and len(others) == self._communicator.size - 1:  # else all ranks go on with rank 0's slots
+        if rank and len(others) == self._communicator.size - 1:  # else all ranks continue with rank 0's slots
             state = state | {"state": others[rank - 1]}
         return {key: value for key, value in state.items() if key not in (STATE, OTHERS)}
 
     def state_on_rank_0(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state with the slots of all ranks on rank 0; on all ranks together."""
-        # Its name is what a user reads where a rank does not come.
+        """Return the state, on rank 0 with the slots of all ranks; all ranks call it."""
+        # The name appears in the error if a rank does not call it.
         self._communicator.allgather_bytes(b"", "slots_of_ranks_that_train_apart_which_all_ranks_must_save")
         state = optimizer.state_dict()
         parts = self._communicator.gather_bytes(state_bytes.pack(state["state"]) if self._communicator.rank else b"")
@@ -152,7 +152,7 @@ class LocalModel(LocalTraining):
 
 
 class _ModelHook:
-    """A hook of the model. A deep copy of the model shares it, and it does nothing there."""
+    """A hook of the model, which does nothing in deep copies of it."""
 
     def __init__(self, apart: LocalModel, work: Callable[..., None]) -> None:
         self._apart, self._work = apart, work
@@ -173,7 +173,7 @@ class _ModelHook:
 
 
 def _nothing(*_: Any) -> None:
-    """Stand for the hooks in a pickled model."""
+    """Replace the hooks in a pickled model."""
 
 
 def _unhooked() -> Callable[..., None]:
@@ -186,4 +186,4 @@ def _copy(p: torch.nn.Parameter, x: torch.Tensor) -> None:
 
 
 def _set(layer: torch.nn.Module, name: str, x: torch.Tensor) -> None:
-    getattr(layer, name).data.copy_(x)  # a graph that the script keeps may hold the tensor
+    getattr(layer, name).data.copy_(x)  # a retained graph may hold the tensor

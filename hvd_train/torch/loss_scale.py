@@ -1,4 +1,4 @@
-"""Residuals of compression under ``torch.amp.GradScaler``: they are in units of the loss scale, which changes."""
+"""Rescaling of compression residuals when ``torch.amp.GradScaler`` changes the loss scale."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _by_scaler: weakref.WeakKeyDictionary[GradScaler, weakref.WeakSet[Scaled]] = wea
 
 
 def follow(reducer: Scaled) -> None:
-    """Rescale what ``reducer`` keeps whenever the scale changes by which its gradients are multiplied."""
+    """Rescale the residuals of ``reducer`` whenever its loss scale changes."""
     _all.add(reducer)
     _watch_scalers()
 
@@ -33,9 +33,9 @@ def _watch_scalers() -> None:
     @functools.wraps(update)
     def watched(self: GradScaler, *arguments: Any, **keywords: Any) -> None:
         reducers = _by_scaler.setdefault(self, weakref.WeakSet())
-        # ``update`` forgets for which optimizers it was called. One may step less often than another.
+        # ``update`` forgets its optimizers, and one may step less often than another.
         reducers.update(each for each in _all if each.is_stepped_by(self._per_optimizer_states))
-        before = self.get_scale() if reducers else 1.0  # this waits for a GPU
+        before = self.get_scale() if reducers else 1.0  # synchronizes with a GPU
         update(self, *arguments, **keywords)
         factor = self.get_scale() / before if reducers else 1.0
         for reducer in reducers if factor != 1.0 else ():

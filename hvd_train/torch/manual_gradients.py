@@ -1,4 +1,4 @@
-"""Gradients that a script sets itself (``p.grad = g``): they become the ranks' mean, or sum, before a step."""
+"""Averages or sums over ranks of gradients that a script sets itself (``p.grad = g``), before a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_train.protocol import Communicator
 from hvd_train.torch.gradient_memory import GradientMemory
 
 WHERE = "ht.distribute(average=False)"
-CHECK = -1  # among the numbers of tensors: this rank asks for a comparison of weights
+CHECK = -1  # sent with the numbers of tensors: this rank requests a comparison of weights
 
 
 def replaced_sum(by: str) -> ConfigError:
@@ -21,7 +21,7 @@ def replaced_sum(by: str) -> ConfigError:
 
 
 class ManualGradients:
-    """Those of one model. ``first``: the number of its first parameter among ``tensors``."""
+    """The manual gradients of one model. ``first``: the index of its first parameter in ``tensors``."""
 
     def __init__(
         self,
@@ -35,20 +35,20 @@ class ManualGradients:
     ) -> None:
         self._tensors, self._first, self._memory = tensors, first, memory
         self._communicator, self._name, self._average = communicator, name, average
-        # Until a step has used them: gradients that are the ranks' mean now, and their versions.
+        # Reduced gradients and their versions, until a step has used them.
         self._reduced: dict[int, tuple[torch.Tensor, int]] = {}
 
     def set_by_script(self, members: Sequence[int]) -> list[int]:
-        """Return those of ``members`` whose gradient does not lie where backward passes leave it."""
+        """Return those of ``members`` whose gradient is not where backward passes put it."""
         grads = ((i, self._tensors[i].grad) for i in members)
         return [i for i, g in grads if g is not self._memory.views[i] or not self._memory.in_place(i)]
 
     def reduce(self, members: Sequence[int], factor: float, check: bool) -> tuple[bool, bool]:
-        """Add up over all ranks the gradients of ``members``, which any rank's script has set, times ``factor``.
+        """Sum over all ranks, times ``factor``, the gradients of ``members`` that the script has set on any rank.
 
-        On all ranks together. Returns whether gradients travelled, and whether any rank asks to ``check`` weights.
+        All ranks call it. Returns whether any were exchanged, and whether any rank requests to ``check`` weights.
         """
-        # A step within a step (super().step()) finds the gradients that the outer one has reduced.
+        # In a nested step (super().step()) the outer one has already reduced the gradients.
         new = [i for i in members if not self._is_reduced(i)] + [CHECK] * check
         everyone = self._communicator.allgather_bytes(",".join(map(str, new)).encode())
         listed = {int(i) for part in everyone for i in part.decode().split(",") if i}
@@ -58,7 +58,7 @@ class ManualGradients:
         return bool(chosen), CHECK in listed
 
     def _reduce(self, members: Sequence[int], factor: float, name: str) -> None:
-        """Add up gradients of one type, in one transfer."""
+        """Sum gradients of one type in one transfer."""
         pairs = [(self._tensors[i], self._tensors[i].grad) for i in members]
         parts = [torch.zeros_like(x) if g is None else g for x, g in pairs]
         flat = torch.cat([part.detach().to_dense().reshape(-1) for part in parts])
@@ -71,7 +71,7 @@ class ManualGradients:
             self._reduced[i] = p.grad, p.grad._version
 
     def used(self) -> None:
-        """Forget them: a step has used them, and they would stay in memory."""
+        """Release the gradients, because a step has used them."""
         self._reduced.clear()
 
     def _is_reduced(self, i: int) -> bool:
@@ -81,7 +81,7 @@ class ManualGradients:
         same = self._tensors[i].grad is gradient
         if self._average:
             return same and gradient._version == version
-        # A mean stays itself when it is averaged again, a sum does not.
+        # Averaging a mean again does not change it, but summing a sum does.
         if not same:
             raise replaced_sum("the step")
         return True

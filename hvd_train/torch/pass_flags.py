@@ -1,4 +1,4 @@
-"""Flags that travel behind the gradients of a backward pass: what all ranks must know of it."""
+"""Flags that are summed over ranks together with the gradients of a backward pass."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-# Places behind the flags of the parameters.
+# Indices after the flags of the parameters.
 NONFINITE = 0  # a gradient that would be compressed is not finite
 LATE = 1  # a gradient came after its bucket had been sent
 FAILED = 2  # an error ended the backward pass
-CHECK = 3  # weights are to be compared
-BUFFERS = 4  # from here on: a buffer has changed
+CHECK = 3  # a comparison of weights is requested
+BUFFERS = 4  # and following: a buffer has changed
 
 
 class PassSummary(NamedTuple):
@@ -26,7 +26,7 @@ class PassSummary(NamedTuple):
 
 
 class PassFlags:
-    """A number for each parameter, whether this rank has its gradient, then the flags of the whole pass."""
+    """A flag for each parameter, whether this rank has its gradient, then the flags of the whole pass."""
 
     def __init__(self, parameters: int, buffers: int, like: torch.Tensor) -> None:
         self._count = parameters
@@ -34,7 +34,7 @@ class PassFlags:
         self.tensor = torch.zeros(parameters + BUFFERS + buffers, dtype=like.dtype, device=like.device)
 
     def write(self, missing: Sequence[int], late: bool, failed: bool, check: bool, buffers: Collection[float]) -> None:
-        """``missing``: numbers of the parameters without a gradient."""
+        """Set the flags. ``missing``: indices of the parameters without a gradient."""
         self.tensor.zero_()
         self.tensor[: self._count] = 1
         if missing:
@@ -43,16 +43,16 @@ class PassFlags:
             self.tensor[self._count :] = torch.tensor([0.0, late, failed, check, *buffers])
 
     def mark_nonfinite(self, sent: torch.Tensor, value: float) -> None:
-        """Set the flag in ``sent``, the flags as they travel."""
+        """Set the flag in ``sent``, the copy in the bucket."""
         sent[self._count + NONFINITE] = value
 
     def summary(self, sums: torch.Tensor) -> PassSummary:
-        """Read the flags of the whole pass. This waits for a GPU."""
+        """Read the flags of the whole pass. This synchronizes with a GPU."""
         nonfinite, late, failed, check, *buffers = sums[self._count :].tolist()
         return PassSummary(nonfinite, late, failed, check, buffers)
 
     def absent_everywhere(self, sums: torch.Tensor, missing: Sequence[int]) -> list[int]:
-        """Return those of ``missing`` whose gradient no rank has."""
+        """Return those of ``missing`` without a gradient on any rank."""
         if not missing:
             return []
         present = (sums[: self._count] != 0).tolist()

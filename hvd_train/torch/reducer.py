@@ -1,4 +1,4 @@
-"""The gradients of a user's PyTorch model, averaged over the ranks by the time that ``backward()`` returns."""
+"""Averages a user's gradients over the ranks before ``backward()`` returns."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ HAND_FIX = (
 
 
 class Reducer:
-    """Gradients, running statistics and a flag for each parameter travel in flat buckets, divided by the world's size.
+    """Averages gradients, running statistics and flags over the ranks, in flat buckets.
 
     A gradient is a view of its bucket from its first exchange on, as long as the user does not set it to None. Every
-    bucket travels after every backward pass: a mean is the same on all ranks, so averaging it again leaves it as it is,
-    and several passes before a step add up to the mean of their sums. A parameter without a gradient on some ranks
-    counts as zero there; one without on all ranks keeps None, as the flags say. ``average`` False: the sum.
+    bucket is exchanged after every backward pass. A mean is equal on all ranks, so averaging it again does not change
+    it, and several passes before a step accumulate the mean of their sums. A parameter without a gradient on some ranks
+    counts as zero there; without one on any rank it keeps None. ``average`` False: sums.
 
-    ``tensors[i]`` is the i-th tensor that travels: the flags, the statistics, then the parameters.
+    ``tensors[i]`` is the i-th exchanged tensor: the flags, the statistics, then the parameters.
     """
 
     def __init__(
@@ -67,23 +67,23 @@ class Reducer:
         number: int = 0,
         slow: SlowRankReport | None = None,
     ) -> None:
-        self.reducing, self.unreduced = True, False  # outside of no_sync; whether this rank alone has gradients
+        self.reducing, self.unreduced = True, False  # False in no_sync; whether there are gradients not yet reduced
         self.failed = False  # an error ended the last pass
-        self.begun = False  # a backward pass that has not ended
-        self.stepping = False  # within a step that calls backward() itself
-        self.frozen: Any = None  # unfreeze.Frozen, of the same model
-        self.model_reducers = [self]  # with those of parameters unfrozen later; the first has statistics and buffers
+        self.begun = False  # a backward pass is running
+        self.stepping = False  # during a step, which may call backward() itself
+        self.frozen: Any = None  # unfreeze.Frozen of the same model
+        self.model_reducers = [self]  # and those of unfrozen parameters; the first has statistics and buffers
         self.number: float = number
         self.passes = self.steps = 0
         self._communicator, self._buffers, self._slow = communicator, buffers, slow
         self.average, self._lossy, self._overlap = average, lossy, overlap
         self._mean, self._weight = 1.0 / communicator.size, 1.0
-        self._nonfinite = False  # a gradient of this pass, which a compressor would hide
+        self._nonfinite = False  # in this pass; a compressor would hide it
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._running_stats = RunningStatistics(running_stats)
         first = self._parameters[0]
         self._flags = PassFlags(len(parameters), len(buffers or ()), first)
-        # Buckets are planned from the last to the first: flags and statistics, complete at the end, travel last.
+        # Buckets are planned from the last tensor to the first, so flags and statistics are sent last.
         extra_tensors = [self._flags.tensor, *self._running_stats.tensors]
         self._tensors: list[torch.Tensor] = [*extra_tensors, *self._parameters]
         self._first = len(extra_tensors)  # number of the first parameter
@@ -102,14 +102,14 @@ class Reducer:
         name = f"model{self.number}.by hand"
         self._manual = ManualGradients(self._tensors, self._first, self._memory, communicator, name, average=average)
         self._same_work = SameWorkWarning(communicator)
-        self._overlapped = Overlap(self._exchange, self._start)  # flags never arrive: their bucket goes at the end
-        self._left: dict[int, int] = {}  # versions at the end of the last exchange, in an uneven batch
+        self._overlapped = Overlap(self._exchange, self._start)  # flags never arrive, so their bucket is sent last
+        self._left: dict[int, int] = {}  # versions after the last exchange, in an uneven batch
         self._model = model
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
         self._check = WeightCheck(communicator, every, self._checksums, self._settings, DIFFER_FIX)
-        if model:  # with what is unfrozen later
+        if model:  # the first reducer, also for parameters unfrozen later
             self._check.follow(number, lambda: self.passes + self.steps > 0, HAND_FIX)
-        self._checked, self._asked = 0, passes.asked()  # passes before the last comparison
+        self._checked, self._asked = 0, passes.asked()  # passes at the last comparison
         backward.watch_checkpoints()
         if lossy:
             loss_scale.follow(self)
@@ -130,8 +130,8 @@ class Reducer:
 
     @torch.no_grad()
     def _arrived(self, i: int) -> None:
-        """Autograd calls this when backward has added to gradient ``i``."""
-        self.unreduced = True  # also after a backward pass that an error ended
+        """Handle gradient ``i``, to which backward has just added; a hook of autograd."""
+        self.unreduced = True  # also if the backward pass fails
         if not self.average:
             self._summed.arrived(i)
         if not self.reducing:
@@ -143,13 +143,13 @@ class Reducer:
             fix = "take the gradients for a penalty from torch.autograd.grad(..., create_graph=True)"
             raise ConfigError(what, where=self._name(i), fix=fix, common=True)
         if self._overlap and (b := self._overlapped.arrived(i)) is not None:
-            for k in self._exchange.buckets[b]:  # gradients that come now must not reach what travels
+            for k in self._exchange.buckets[b]:  # later gradients must not change the bucket in flight
                 self._tensors[k].grad = None
 
     def reached(self) -> None:
-        """Begin a pass, in which all reducers of the model take part.
+        """Begin a pass for all reducers of the model.
 
-        Another rank's pass may reach parameters that this one does not reach, and statistics change in any pass.
+        Another rank's pass may reach other parameters, and statistics change in any pass.
         """
         backward.enter()
         if not self.begun:
@@ -171,14 +171,14 @@ class Reducer:
     # ---- buckets are sent
 
     def _start(self, b: int) -> Any:
-        """Bring the bucket's members into its flat tensor, divided by the world's size and weighted, and send it."""
+        """Write the bucket's members to its flat tensor, weighted and divided by the world's size, and send it."""
         first, members, memory = self._first, self._exchange.buckets[b], self._memory
         gradients = {i: self._tensors[i].grad for i in members if i >= first}
         factor = self._mean * self._weight if self.average else 1.0
         again = {i: self._factor(i, factor) for i, g in gradients.items() if g is memory.views[i]}
         others = [i for i in gradients if i not in again]
-        # After ``p.grad.data = x`` a view lies elsewhere, and who has the bucket's memory cannot be found out. A model
-        # may be laid out anew: ``model.to(memory_format=torch.channels_last)``.
+        # After ``p.grad.data = x`` a view is elsewhere, and it is unknown who holds the bucket's memory. The layout may
+        # change, too: ``model.to(memory_format=torch.channels_last)``.
         if not all(map(memory.in_place, members)) or memory.is_held(b, others):
             memory.renew(b)
         if self._same_work.left:
@@ -204,7 +204,7 @@ class Reducer:
         return self._send(b)
 
     def _factor(self, i: int, factor: float) -> float:
-        """Return the factor of a gradient that lies where the last one lay."""
+        """Return the factor for gradient ``i``, which is in the memory of the last one."""
         return factor if self.average else self._summed.factor(i, self._mean)
 
     def _write_extra(self, i: int) -> None:
@@ -216,7 +216,7 @@ class Reducer:
 
     def _send(self, b: int) -> Any:
         flat = self._memory.flats[b]
-        if self._lossy and not torch.isfinite(flat).all():  # a compressor would hide it and keep it
+        if self._lossy and not torch.isfinite(flat).all():  # a compressor would hide it and keep it in the residual
             self._nonfinite = True
             flat.nan_to_num_(0.0, 0.0, 0.0)
         if self._nonfinite and b == self._overlapped.bucket[0]:
@@ -226,23 +226,23 @@ class Reducer:
     # ---- the end of a pass
 
     def finish(self) -> None:
-        """End a backward pass: send what has not travelled yet, and make gradients the ranks' mean."""
+        """End a backward pass: send the remaining buckets, and set gradients to the ranks' mean."""
         self.begun = False
         self._end()
 
     def adopt(self) -> None:
-        """End a pass that began before this reducer was there, or that other ranks make of the batch in use."""
+        """End a pass that began before this reducer existed, or that only other ranks make."""
         self._overlapped.begin()
         self._weight = passes.averaged() if self.average else 1.0
         self._end()
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """End a pass that an error ended on this rank, for which the others wait. All ranks must have failed alike."""
+        """End a pass that failed on this rank, for which the others wait. Raises unless it failed on all ranks."""
         self.begun, self.failed = False, True
         for b in self._memory.flats:
             if b not in self._overlapped.started:
-                self._memory.renew(b)  # the gradients that are there are not touched
+                self._memory.renew(b)  # existing gradients stay unchanged
         self._end(failed=True)
 
     @torch.no_grad()
@@ -260,18 +260,18 @@ class Reducer:
         last = self._overlapped.bucket[0]  # the flags'
         gradients, state = self._overlapped.finish(last, self._send if failed else None)
         for b, gradient in enumerate(gradients):
-            # Compressed exchanges give new tensors; gradients must stay views of the flat one.
+            # Compressed exchanges return new tensors; gradients must stay views of the flat one.
             if gradient.data_ptr() != flats[b].data_ptr():
                 flats[b].copy_(gradient)
-        # All ranks read the same sums, so that each branch below is taken by all ranks or by none.
+        # All ranks read the same sums, so they all take the same branches below.
         summary = self._flags.summary(views[0])
-        # Nothing of this pass is kept: on the rank that failed its gradients are incomplete.
+        # The pass is discarded: gradients of the failed rank are incomplete.
         if summary.failed:
             self._check_failed(failed)
             return
         self._running_stats.add_mean_changes([views[i] for i in range(1, self._first)])
         if summary.nonfinite:
-            for flat in flats.values():  # on some rank: all of them see it, and no residual keeps it
+            for flat in flats.values():  # so that all ranks see it and no residual keeps it
                 flat.fill_(torch.nan)
         elif self._lossy:
             self._use.pass_ended(state)
@@ -283,7 +283,7 @@ class Reducer:
             self._end_exchanged(set(nowhere), summary.buffers, bool(summary.check))
 
     def _end_exchanged(self, nowhere: Collection[int], changed: list[float], check: bool) -> None:
-        """Hand out gradients; ``nowhere``: parameters for which no rank has one."""
+        """Assign the reduced gradients; ``nowhere``: parameters without a gradient on any rank."""
         views = self._memory.views
         for k, (i, p) in enumerate(self._numbered):
             if k not in nowhere and p.grad is not views[i]:
@@ -301,14 +301,14 @@ class Reducer:
         self._travelled(check)
 
     def _once_more(self, late: Mapping[int, torch.Tensor], nowhere: Collection[int]) -> None:
-        """Exchange again: a part of the model ran twice in this pass. From now on nothing travels before its end."""
+        """Exchange again, because a gradient came after its bucket was sent; switch overlap off from now on."""
         self._overlap = False
         for k, (i, p) in enumerate(self._numbered):
             view = self._memory.views[i]
             if k in nowhere:
                 continue
-            # ``view`` is the ranks' mean (or sum) of what was sent. Averaging the mean again leaves it as it is; a sum
-            # is divided by the ranks first, so that adding up over them gives it back.
+            # ``view`` is the ranks' mean (or sum) of what was sent. Averaging the mean again does not change it; a sum
+            # is divided by the number of ranks first, so that summing restores it.
             if i in late:
                 view = view * self._mean + late[i] if not self.average else view + late[i]
                 p.grad = view
@@ -317,8 +317,8 @@ class Reducer:
         self._end()
 
     def _check_failed(self, here: bool) -> None:
-        """Raise CommunicationError where some ranks' pass ended with an error, and not all: those have no gradients."""
-        # One byte a rank: 1 where the pass failed.
+        """Raise CommunicationError if the pass failed on some ranks, but not on all."""
+        # One byte per rank: 1 if the pass failed.
         everyone = self._communicator.allgather_bytes(bytes([here]))
         ranks = [rank for rank, part in enumerate(everyone) if part[0]]
         if len(ranks) < len(everyone):
@@ -327,12 +327,12 @@ class Reducer:
             raise CommunicationError(what, where="backward()", fix=fix, common=True, ranks=ranks)
 
     def changed(self) -> bool:
-        """Return whether the script changed gradients since they travelled last, in a batch uneven between ranks."""
+        """Return whether the script has changed gradients since their last exchange, in an uneven batch."""
         left = ((self._tensors[i].grad, self._memory.views[i], version) for i, version in self._left.items())
         return any(g is not None and (g is not view or view._version != version) for g, view, version in left)
 
     def loaded(self, model: torch.nn.Module) -> None:
-        """Take the statistics of ``model``, which all ranks have loaded."""
+        """Handle a load of ``model`` on all ranks: its statistics are the new common ones."""
         with torch.no_grad():
             self._running_stats.take_loaded(model)
 
@@ -340,7 +340,7 @@ class Reducer:
 
     @torch.no_grad()
     def reduce_manual(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Average, before a step, the gradients that the script has set itself."""
+        """Average the gradients that the script has set itself, before a step."""
         present = [self.index[id(p)] for p in parameters if p.grad is not None]
         members = self._manual.set_by_script(present)
         if not members:
@@ -354,7 +354,7 @@ class Reducer:
             self._travelled(check)
 
     def used(self, optimizer: torch.optim.Optimizer, parameters: Collection[torch.nn.Parameter]) -> None:
-        """Note that ``optimizer`` has used the gradients of ``parameters`` for a step."""
+        """Record that ``optimizer`` has used the gradients of ``parameters`` in a step."""
         self.steps += 1
         self._manual.used()
         if all(optimizer is not known() for known in self._optimizers):
@@ -367,19 +367,19 @@ class Reducer:
             self._use.used(members)
 
     def is_stepped_by(self, optimizers: Collection[int]) -> bool:
-        """Return whether one of ``optimizers``, by id, has used gradients of this reducer."""
+        """Return whether one of ``optimizers`` (ids) has used gradients of this reducer."""
         return any(id(known()) in optimizers for known in self._optimizers)
 
     def rescale(self, factor: float) -> None:
-        """Multiply residuals: from here on the loss is ``factor`` times as large."""
+        """Scale the residuals for a loss that is ``factor`` times as large from now on."""
         self._residuals.rescale(factor)
 
     def global_loss(self, loss: float, total: Callable[[float], float]) -> float:
-        """Return the loss of all ranks' samples. ``total`` adds a number up over the ranks."""
+        """Return the loss over all ranks' samples. ``total`` sums a number over the ranks."""
         return total(loss * passes.weight()) * self._mean if self.average else total(loss)
 
     def _travelled(self, check: bool) -> None:
-        """Note that gradients have travelled. ``check``: whether any rank asks to compare weights."""
+        """Record an exchange of gradients. ``check``: whether any rank requests a comparison of weights."""
         passes.exchanged()
         if self._slow:
             self._slow.stepped()
@@ -387,7 +387,7 @@ class Reducer:
             self.compare()
 
     def compare(self) -> None:
-        """Compare the ranks' weights, if there was a pass since the last time; on all ranks together."""
+        """Compare the ranks' weights, if there was a pass since the last comparison; all ranks call it."""
         self._asked = passes.asked()
         if self.passes != self._checked and self._check.every:
             self._checked = self.passes
@@ -395,9 +395,9 @@ class Reducer:
 
     def _checksums(self) -> dict[str, int]:
         weights = dict(zip(self._names, self._parameters, strict=True))
-        if self._model:  # frozen ones that a layer changes, and what it has put in the place of others
+        if self._model:  # also frozen and replaced parameters
             weights |= self._model.named_parameters()
-        # Added up on the device and read in one go: reading each would wait for a GPU each time.
+        # Summed on the device and read at once, to synchronize with a GPU only once.
         totals = torch.stack([bits(p).to(self._flags.tensor.device) for p in weights.values()]).tolist()
         return dict(zip(weights, totals, strict=True))
 

@@ -1,4 +1,4 @@
-"""The reducers of one ``ht.distribute``: the first one, and one for each set of parameters that is unfrozen later."""
+"""The reducers of one ``ht.distribute``: the first one, and one for each set of parameters unfrozen later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvd_train.torch.unfreeze import Frozen
 
 @dataclass
 class ReducerPlan:
-    """``models``: those of the script; ``whole``: one module with all of them. ``exchange``: checked options."""
+    """The settings of one ``ht.distribute``. ``whole``: one module with all ``models``."""
 
     communicator: Communicator
     models: list[torch.nn.Module]
@@ -36,7 +36,7 @@ class ReducerPlan:
     every: int
 
     def start(self, parameters: dict[str, torch.nn.Parameter]) -> None:
-        """Reduce the gradients of ``parameters`` from now on; a process alone only remembers them."""
+        """Start to reduce the gradients of ``parameters``; in a world of one, only register them."""
         if self.communicator.size == 1:
             self.remember()
             return
@@ -45,19 +45,19 @@ class ReducerPlan:
             synchronize_batchnorm(self.whole, self.communicator, TorchOps(device), self.average)
         reducer = self._make(parameters, True)
         registry.part_sync().add(reducer)
-        # Whole numbers can never be trained.
+        # Integers can never be trained.
         frozen = {name: p for name, p in self.whole.named_parameters() if not p.requires_grad and p.is_floating_point()}
         reducer.frozen = Frozen(frozen, reducer, self._unfreeze)
         self._register(parameters, reducer)
 
     def remember(self) -> None:
-        """Only remember the parameters, whose gradients stay on their rank."""
-        # Also what is frozen: steps of what is unfrozen later count as they do in a world.
+        """Only register the parameters, whose gradients stay local."""
+        # Frozen ones, too: their steps count after unfreezing, as with several ranks.
         self._register(dict(self.whole.named_parameters()), None)
 
     def _unfreeze(self, parameters: dict[str, torch.nn.Parameter]) -> Reducer:
         collectively(self.communicator, lambda: check_parameters(parameters))
-        # Their gradients would otherwise be added to those of other parameters.
+        # Otherwise gradients of different parameters would be added.
         agree(self.communicator, {name: "trained from now on" for name in parameters}, "unfrozen")
         reducer = self._make(parameters, False)
         self._register(parameters, reducer)
@@ -78,7 +78,7 @@ class ReducerPlan:
             buffers=Buffers(self.whole, world) if first else None,
             model=self.whole if first else None,
             every=self.every,
-            # The same on all ranks, which distribute in one order; names of transfers carry it.
+            # Equal on all ranks, which distribute in the same order; part of the transfer names.
             number=len(registry.distributed),
             slow=registry.slow_rank_report(),
         )
@@ -89,8 +89,8 @@ class ReducerPlan:
 
 
 def statistics_of(model: torch.nn.Module, sync_batchnorm: bool) -> list[tuple[torch.nn.Module, str]]:
-    """Return the places of running means and variances that each rank gathers over its batches."""
-    # Theirs are of the global batch, and so the same on all ranks.
+    """Return (layer, name) of the running means and variances that each rank computes from its own batches."""
+    # Synchronized layers use the global batch, so their statistics are equal on all ranks.
     synchronized = _BatchNorm if sync_batchnorm else ()
     norms = [layer for layer in model.modules() if isinstance(layer, _NormBase)]
     layers = [layer for layer in norms if not isinstance(layer, synchronized)]
@@ -99,7 +99,7 @@ def statistics_of(model: torch.nn.Module, sync_batchnorm: bool) -> list[tuple[to
 
 
 def synchronize_batchnorm(model: torch.nn.Module, communicator: Communicator, ops: TorchOps, average: bool) -> None:
-    """Take the statistics of batch normalization over the global batch."""
+    """Make batch normalization use the statistics of the global batch."""
     layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
     counts = [layer.num_batches_tracked for layer in layers]
     context = batchnorm.prepare(model, communicator, ops, True)
@@ -108,7 +108,7 @@ def synchronize_batchnorm(model: torch.nn.Module, communicator: Communicator, op
 
     def before() -> None:
         registry.part_sync().arrive(uneven_parts.FORWARD)
-        registry.unshared_sums().shared()  # a pass without steps that joins the ranks, as torch's update_bn
+        registry.unshared_sums().shared()  # a pass without steps but with communication, like torch's update_bn
 
     context.before = before
     for layer, count in zip(layers, counts, strict=True):

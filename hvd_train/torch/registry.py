@@ -1,4 +1,4 @@
-"""The models, parameters, optimizers and loaders that this process trains together with the other ranks."""
+"""The distributed models, parameters, optimizers and loaders of this process."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from hvd_train.torch.sharded import ShardedStep
 
 distributed: list[tuple[torch.nn.Module, Reducer | None]] = []
 parameters: dict[int, tuple[torch.nn.Parameter, Reducer | None]] = {}  # by id
-loaders = 0  # how many were sharded
+loaders = 0  # number of sharded loaders
 optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those given to ``ht.distribute``
 apart: dict[Any, LocalModel] = {}  # by model and by optimizer, with local training
-# States of optimizers that trained apart, from files that were read before ``ht.distribute``.
+# States of optimizers with local training, from files that were loaded before ``ht.distribute``.
 read_before: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 sharded: weakref.WeakKeyDictionary[torch.optim.Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
 def communicator() -> Communicator:
-    """Open the world, in which a rank computes on its share of the cores."""
+    """Open the session, limit torch to this rank's share of the cores, and return the communicator."""
     session = open_session("pytorch")
-    # The script, or the user's OMP_NUM_THREADS, may have asked for fewer.
+    # The script, or the user's OMP_NUM_THREADS, may have set fewer.
     torch.set_num_threads(min(torch.get_num_threads(), session.threads))
     return session.communicator
 
 
 @functools.cache
 def slow_rank_report() -> SlowRankReport:
-    """Return the report of slow ranks, one for all models."""
+    """Return the report of slow ranks, shared by all models."""
     return SlowRankReport(communicator(), lambda: communicator().waited)
 
 
 @functools.cache
 def unshared_sums() -> main_rank.UnsharedSums:
-    """Return the warning about sums over this rank's samples alone."""
+    """Return the warning about sums over local samples."""
     return main_rank.UnsharedSums(
         not communicator().rank and communicator().size > 1, "join them: loss, count = ht.sum(loss, count)"
     )
 
 
 def averaging() -> bool:
-    """Return whether the gradients of a model are averaged: its loss is taken for a mean over its rank's samples."""
+    """Return whether gradients of any model are averaged, so its loss should be a mean over local samples."""
     return any(reducer.average for _, reducer in distributed if reducer)
 
 
 def pass_without_steps() -> None:
-    """Warn where a training may go past what joins the ranks, at the end of a pass without a step or a sum."""
+    """Warn of possible training without communication, at the end of a pass without a step or a sum."""
     untouched = [reducer and not reducer.passes + reducer.steps for _, reducer in distributed]
     if untouched and all(untouched) and any(model.training for model, _ in distributed):
         warn_of_functional_training()
@@ -73,5 +73,5 @@ def warn_of_functional_training() -> None:
 
 @functools.cache
 def part_sync() -> uneven_parts.PartSync:
-    """Return what joins the ranks where they make unequal numbers of parts of a batch."""
+    """Return the synchronization of ranks with unequal numbers of parts of a batch."""
     return uneven_parts.PartSync(communicator())

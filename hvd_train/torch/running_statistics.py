@@ -8,18 +8,18 @@ import torch
 
 
 class RunningStatistics:
-    """Each rank gathers them over its batches. What changed since the last pass is averaged and added on all ranks.
+    """Running statistics, whose changes since the last pass are averaged over the ranks.
 
-    Only changes travel, so that what is equal on all ranks stays as it is, bit for bit.
+    Only changes are exchanged, so unchanged statistics keep their bits.
     """
 
     def __init__(self, places: Sequence[tuple[torch.nn.Module, str]]) -> None:
         self._places = places
         self.tensors: list[torch.Tensor] = [getattr(layer, name) for layer, name in places]
-        self._common = [x.detach().clone() for x in self.tensors]  # as all ranks had them after the last pass
+        self._common = [x.detach().clone() for x in self.tensors]  # equal on all ranks, after the last pass
 
     def look_up(self) -> None:
-        """Take the tensors that the layers have now; a script may have put others in their places."""
+        """Look up the layers' current tensors, which a script may have replaced."""
         for k, (layer, name) in enumerate(self._places):
             if (x := getattr(layer, name)) is not None:
                 self.tensors[k] = x
@@ -32,14 +32,14 @@ class RunningStatistics:
     def add_mean_changes(self, views: Sequence[torch.Tensor]) -> None:
         """Add the mean change of each statistic, the same on all ranks."""
         for x, common, view in zip(self.tensors, self._common, views, strict=True):
-            # The mean is added to the common value, not to this rank's: so all ranks end with the same bits.
+            # The mean is added to the common value, not to this rank's, so all ranks get the same bits.
             common.add_(view)
-            x.data.copy_(common)  # ``data``: a graph that the script keeps may hold the tensor
+            x.data.copy_(common)  # ``data``: a retained graph may hold the tensor
 
     def take_loaded(self, model: torch.nn.Module) -> None:
-        """All ranks have loaded the same state into ``model``: its statistics are what they have in common."""
+        """Set the common values after all ranks have loaded the same state into ``model``."""
         self.look_up()
-        # Another model's statistics may still wait for their pass.
+        # Another model's statistics may have changes that are not yet exchanged.
         loaded = {id(x) for x in model.buffers()}
         for x, common in zip(self.tensors, self._common, strict=True):
             if id(x) in loaded:

@@ -1,8 +1,8 @@
-"""A user's optimizer divided over the ranks: each keeps the slots of its part of the weights (ZeRO, stage 1).
+"""Sharding of a user's optimizer: each rank keeps the slots of its part of the weights (ZeRO, stage 1).
 
-Gradients are whole on all ranks, as without it, so whatever a script does to them before the step stays right. Within
-``optimizer.step()`` the groups hold flat pieces of the parameters, which lie in the parameters' memory; after it the
-ranks gather the weights. Everywhere else the groups hold the user's parameters, and ``state_dict`` whole slots.
+All ranks still have whole gradients, so a script may change them before the step. During ``optimizer.step()`` the
+groups hold flat pieces of the parameters, which share their memory; then the ranks gather the weights. At all other
+times the groups hold the user's parameters, and ``state_dict`` returns whole slots.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ WHERE = "ht.distribute(sharded=True)"
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """Return (n,): a view of a dense tensor in the order of its memory."""
+    """View a dense tensor as (n,), in memory order."""
     return x.detach().as_strided((x.numel(),), (1,))
 
 
 @dataclass
 class Piece:
-    """The consecutive entries [first, last) of a parameter's memory that are this rank's to move."""
+    """The entries [first, last) of a parameter's memory that this rank updates."""
 
     parameter: torch.nn.Parameter
     first: int
@@ -49,7 +49,7 @@ class Piece:
         return cls(parameter, first, last, layout_of(parameter), torch.nn.Parameter(flat(parameter)[first:last]))
 
     def check(self) -> None:
-        """Raise ConfigError where the parameter's entries lie in another order by now."""
+        """Raise ConfigError if the parameter's type, device or memory layout has changed."""
         if layout_of(self.parameter) != self.layout:
             what = (
                 f"a parameter of shape {tuple(self.parameter.shape)} has another type, device or memory format by now"
@@ -58,7 +58,7 @@ class Piece:
             raise ConfigError(what, where=WHERE, fix=fix, common=True)
 
     def refresh(self) -> torch.nn.Parameter:
-        """Return the piece over the parameter's memory and gradient as they are now."""
+        """Point the piece to the parameter's current memory and gradient; return its tensor."""
         p = self.parameter
         gradient: Any = p.grad
         if gradient.stride() != p.stride():
@@ -68,7 +68,7 @@ class Piece:
         return self.tensor
 
     def part_of(self, slot: torch.Tensor) -> torch.Tensor:
-        """Return (last - first,): a copy of this piece of a slot."""
+        """Copy this piece of a slot, (last - first,)."""
         laid = slot
         if slot.stride() != self.parameter.stride():
             laid = torch.empty_like(self.parameter, dtype=slot.dtype, requires_grad=False).copy_(slot)
@@ -76,32 +76,32 @@ class Piece:
 
 
 def layout_of(p: torch.Tensor) -> tuple[Any, ...]:
-    """Return what must not change while an optimizer is divided by the order of memory."""
+    """Return the properties that must not change while an optimizer is sharded."""
     return p.dtype, p.device, p.shape, p.stride()
 
 
 @dataclass
 class Bucket:
-    """Parameters whose new values travel together."""
+    """Parameters whose new values are gathered together."""
 
     name: str
     pieces: list[Piece]
 
     def part(self) -> torch.Tensor:
-        """Return (n,): this rank's part of the bucket."""
+        """Return this rank's part of the bucket, (n,)."""
         moved = [flat(piece.parameter)[piece.first : piece.last] for piece in self.pieces if piece.last > piece.first]
         return moved[0] if len(moved) == 1 else torch.cat(moved or [flat(self.pieces[0].parameter)[:0]])
 
     def take(self, weights: torch.Tensor) -> None:
-        """Take (n,): the values of the bucket, of all ranks."""
+        """Set the parameters from the whole bucket, (n,)."""
         parts = torch.split(weights, [piece.parameter.numel() for piece in self.pieces])
         torch._foreach_copy_([flat(piece.parameter) for piece in self.pieces], list(parts))
 
 
 class PieceState(defaultdict):
-    """An optimizer's state by piece. Raises ConfigError for that of a whole parameter, which this rank does not have.
+    """An optimizer's state by piece. Raises ConfigError for a whole parameter, whose state this rank does not have.
 
-    A plain dictionary would give a new, empty state, and what a script does to it would have no effect.
+    A plain defaultdict would return a new, empty state, and changes by a script would have no effect.
     """
 
     def __init__(self, pieces: Mapping[int, Piece], state: Mapping[Any, Any]) -> None:
@@ -148,21 +148,21 @@ class PieceState(defaultdict):
 
 
 class ShardedStep:
-    """The steps and the state of one optimizer. ``numbers``: names of its state that are not slots."""
+    """The sharding of one optimizer's steps and state. ``numbers``: names of its state that are not slots."""
 
     _count: ClassVar = count()
 
     def __init__(self, optimizer: torch.optim.Optimizer, communicator: Communicator, numbers: frozenset[str]) -> None:
         self._communicator, self._numbers = communicator, numbers
-        self._number = next(self._count)  # scripts distribute optimizers in one order on all ranks
+        self._number = next(self._count)  # equal on all ranks, which distribute in the same order
         self._pieces: dict[int, Piece] = {}  # by parameter's id
         self._buckets: list[Bucket] = []
-        self._depth = 0  # of steps: one that calls super().step() has another within it
-        self._frame: Any = None  # of the outermost one
-        self._groups: list[list[torch.nn.Parameter]] = []  # the user's, while pieces are in their place
-        self._moved: set[int] = set()  # ids of parameters that the step moves
-        self._state: Any = None  # this rank's, while ``state_dict`` reads the whole one
-        self._everywhere = True  # whether ``state_dict`` gives whole slots on all ranks, or on rank 0 alone
+        self._depth = 0  # of nested steps (super().step())
+        self._frame: Any = None  # of the outermost step
+        self._groups: list[list[torch.nn.Parameter]] = []  # the user's, while groups hold pieces
+        self._moved: set[int] = set()  # ids of parameters that the step updates
+        self._state: Any = None  # this rank's, while ``state_dict`` reads whole slots
+        self._everywhere = True  # whether ``state_dict`` has whole slots on all ranks, or only on rank 0
         self._before = optimizer.register_step_pre_hook(self._enter)
         self._after = optimizer.register_step_post_hook(self._leave)
         optimizer.register_state_dict_pre_hook(self._gather_slots)
@@ -170,10 +170,10 @@ class ShardedStep:
         optimizer.register_load_state_dict_post_hook(self._divide)
         self._divide(optimizer)
 
-    # ---- which entries are whose
+    # ---- the division of entries among ranks
 
     def _plan(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide parameters that are new, of each group apart: so every rank has a part of each group."""
+        """Divide new parameters, group by group, so that every rank has a part of each group."""
         rank, size = self._communicator.rank, self._communicator.size
         for group in optimizer.param_groups:
             new = [p for p in group["params"] if id(p) not in self._pieces]
@@ -193,14 +193,14 @@ class ShardedStep:
     # ---- a step
 
     def place_hooks(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let hooks of the user see the user's parameters: ours come last before a step, and first after it."""
+        """Run our hooks last before a step and first after it, so that the user's hooks see whole parameters."""
         optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
         optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)
 
     @eager
     def _enter(self, optimizer: torch.optim.Optimizer, arguments: tuple, keywords: dict[str, Any]) -> Any:
         if self._depth and not is_running(self._frame):
-            # Its groups hold pieces with old gradients: steps from here on would move nothing that is right.
+            # Its groups still hold pieces with old gradients, so later steps would be wrong.
             what = "an error has ended the last optimizer.step(), which may have moved a part of the weights"
             raise ConfigError(what, where=WHERE, fix="end the script there, and go on from its last checkpoint")
         self._depth += 1
@@ -220,7 +220,7 @@ class ShardedStep:
         return (arguments[0], whole, *arguments[2:]), keywords
 
     def _around(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that finds the user's parameters, whose gradients it makes, and leaves pieces."""
+        """Wrap a closure, which needs the user's parameters in the groups; afterwards the groups hold pieces again."""
 
         def whole_closure() -> Any:
             self._take_back(optimizer)
@@ -238,7 +238,7 @@ class ShardedStep:
     @torch.no_grad()
     def _put_pieces(self, optimizer: torch.optim.Optimizer) -> None:
         held = [list(group["params"]) for group in optimizer.param_groups]
-        for piece in self._pieces.values():  # also where this rank has none of it: all ranks must raise
+        for piece in self._pieces.values():  # also for empty pieces, so that all ranks raise
             piece.check()
         mine = [[self._pieces[id(p)] for p in params if p.grad is not None] for params in held]
         self._moved.update(id(piece.parameter) for group in mine for piece in group)
@@ -249,7 +249,7 @@ class ShardedStep:
 
     def _take_back(self, optimizer: torch.optim.Optimizer) -> None:
         for group, held in zip(optimizer.param_groups, self._groups, strict=False):
-            # A reference to a gradient's memory would make the next exchange take new memory.
+            # A reference to a gradient's memory would make the next exchange allocate new memory.
             for tensor in group["params"]:
                 tensor.grad = None
             group["params"] = held
@@ -257,7 +257,7 @@ class ShardedStep:
 
     @property
     def stepping(self) -> bool:
-        """Return whether a step is under way."""
+        """Return whether a step is running."""
         return self._depth > 0
 
     @eager
@@ -273,10 +273,10 @@ class ShardedStep:
 
     @torch.no_grad()
     def _gather(self) -> None:
-        """Collect the weights that the ranks have moved. One bucket travels while the one before it is copied."""
+        """Gather the updated weights. One bucket is in flight while the one before is copied."""
         under_way: tuple[Bucket, Any] | None = None
         for bucket in self._buckets:
-            # A parameter that is frozen now may still have a gradient, and torch's optimizers move it.
+            # A frozen parameter may still have a gradient, and torch's optimizers then update it.
             if not any(p.requires_grad or id(p) in self._moved for p in (piece.parameter for piece in bucket.pieces)):
                 continue
             handle = self._communicator.allgather_async(bucket.part(), bucket.name)
@@ -292,7 +292,7 @@ class ShardedStep:
     # ---- state
 
     def state_on_rank_0(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state with whole slots on rank 0, and without slots elsewhere; on all ranks together."""
+        """Return the state, with whole slots only on rank 0; all ranks call it."""
         self._everywhere = False
         try:
             return optimizer.state_dict()
@@ -301,7 +301,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def _divide(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep this rank's pieces of whole slots."""
+        """Replace whole slots by this rank's pieces."""
         self._plan(optimizer)
         divided: dict[Any, Any] = {}
         for key, state in optimizer.state.items():
@@ -318,8 +318,8 @@ class ShardedStep:
         return isinstance(value, torch.Tensor) and name not in self._numbers
 
     def _gather_slots(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put whole slots in the place of pieces, for ``state_dict``; on all ranks together."""
-        # Its name is what a user reads where a rank does not come.
+        """Replace pieces by whole slots, for ``state_dict``; all ranks call it."""
+        # The name appears in the error if a rank does not call it.
         self._communicator.allgather_bytes(b"", "slots_of_a_sharded_optimizer_which_all_ranks_must_save")
         tensors = [p for group in optimizer.param_groups for p in group["params"]]
         local = {
@@ -339,7 +339,7 @@ class ShardedStep:
             optimizer.state[tensors[k]] = state
 
     def _whole(self, p: torch.Tensor, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of ``p`` from that of its pieces, in rank order."""
+        """Join the state of ``p`` from its pieces, in rank order."""
         return dict(self._joined(p, parts)) if parts else {}
 
     def _joined(self, p: torch.Tensor, parts: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Any]]:

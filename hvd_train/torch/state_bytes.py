@@ -1,4 +1,4 @@
-"""State dictionaries of PyTorch as bytes: tensors as safetensors, all else as JSON in their header; no pickle."""
+"""Serialization of PyTorch state dicts without pickle: safetensors, with everything else as JSON in the header."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from hvd_train.errors import CheckpointError
 
 KEY = "hvd_train"
-# What reading bytes that somebody else made may raise: a file may have any structure under a valid hash.
+# Errors in reading untrusted bytes: a file may have any structure under a valid hash.
 FOREIGN = (
     SafetensorError,
     ValueError,
@@ -29,14 +29,14 @@ FOREIGN = (
     struct.error,
 )
 CONTAINERS = {"list": list, "tuple": tuple, "dict": dict, "Counter": Counter, "set": set, "frozenset": frozenset}
-OPTION = re.compile(r"(^|/)param_groups/\d+/")  # the place of an option of an optimizer
-KEPT = object()  # stands for a function among those, which stays what it is in the script that loads
+OPTION = re.compile(r"(^|/)param_groups/\d+/")  # the path of an optimizer's option
+KEPT = object()  # placeholder for a function among options; a load keeps the script's function
 
 
 def pack(value: Any) -> bytes:
-    """Nested dicts, lists and tuples of tensors, numbers and strings -> one safetensors file's bytes.
+    """Serialize nested dicts, lists and tuples of tensors, numbers and strings to the bytes of a safetensors file.
 
-    Raises CheckpointError for anything else, naming its place.
+    Raises CheckpointError for anything else, with its path.
     """
     tensors: dict[str, torch.Tensor] = {}
     structure = json.dumps(_encode(value, "", tensors))
@@ -44,7 +44,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Return the value given to ``pack``, bit for bit, on the CPU. Raises ValueError for bytes that it has not made."""
+    """Restore the value given to ``pack``, bit for bit, on the CPU. Raises ValueError for other bytes."""
     try:
         return _unpacked(data)
     except _DigestError as error:
@@ -68,12 +68,12 @@ class _DigestError(Exception):
 
 
 def with_functions(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state from a file, with the functions that its groups have now."""
+    """Fill in an optimizer's current functions in its state from a file."""
     groups = [
         {key: now.get(key) if x is KEPT else x for key, x in group.items()}
         for group, now in zip(state["param_groups"], optimizer.param_groups, strict=False)
     ]
-    # Of other groups torch says what does not fit.
+    # torch reports groups that do not match.
     return state | {"param_groups": groups + state["param_groups"][len(groups) :]}
 
 
@@ -86,11 +86,11 @@ def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:
 
 
 def _encode(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Containers become {kind: items}, so that no key or tuple changes its type on the way."""
+    """Convert to JSON; containers become {kind: items}, so that keys and tuples keep their types."""
     if isinstance(value, torch.Tensor):
         while place in tensors:  # {"a/b": x, "a": {"b": y}}, or the keys 1 and "1"
             place += "'"
-        # A copy: two names may share one memory, which the format refuses.
+        # A copy, because the format refuses tensors that share memory.
         tensors[place] = value.detach().to("cpu", copy=True).contiguous()
         return {"tensor": place}
     if isinstance(value, dict):

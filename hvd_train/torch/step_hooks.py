@@ -1,4 +1,4 @@
-"""Every optimizer's step: gradients that the ranks do not share would set them apart, and nobody would notice."""
+"""Hooks of every optimizer's step. They refuse local gradients, with which ranks would silently diverge."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _reducers_of(optimizer: torch.optim.Optimizer) -> dict[Reducer, list[torch.n
                 reducers.setdefault(reducer, []).append(p)
             elif p.grad is not None and id(p) not in registry.parameters:
                 late.append(p)
-    # A rank may have an optimizer for itself, but not over what is trained together.
+    # A rank may have a local optimizer, but not for distributed models.
     if late and registry.communicator().size > 1:
         if reducers or optimizer in registry.optimizers or _is_of_models(late):
             what = f"a parameter of shape {tuple(late[0].shape)} came to the model after ht.distribute"
@@ -42,26 +42,26 @@ def _reducers_of(optimizer: torch.optim.Optimizer) -> dict[Reducer, list[torch.n
 
 @functools.cache
 def warn_of_local_optimizer(kind: str) -> None:
-    """Warn once for each kind: ``ht.distribute`` may not have been called for the model of this optimizer."""
+    """Warn once per class of optimizer that ``ht.distribute`` may not have been called for its model."""
     if not registry.communicator().rank:
         what = f"{kind}.step(): no parameter of this optimizer came to ht.distribute"
         warnings.warn(f"{what}, so each rank trains them by its own gradients", stacklevel=2)
 
 
 def _is_of_models(parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Return whether one of them is in a model that is distributed."""
+    """Return whether a distributed model has one of ``parameters``."""
     wanted = {id(p) for p in parameters}
     return any(id(p) in wanted for model, _ in registry.distributed for p in model.parameters())
 
 
 @eager
 def before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: dict[str, Any]) -> Any:
-    """Refuse a step with gradients that this rank alone has; average those that the script has set itself.
+    """Refuse a step with local gradients, and average those that the script has set itself.
 
     torch calls this before each step of every optimizer.
     """
     sharded = registry.sharded.get(optimizer)
-    # A step within the step of a sharded optimizer finds pieces, whose gradients were looked at.
+    # A nested step of a sharded optimizer has pieces, whose gradients are already checked.
     if optimizer in elementwise.trying or (sharded and sharded.stepping):
         return None
     if sharded:
@@ -75,8 +75,8 @@ def before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: di
         backward.after_failure()
     registry.part_sync().arrive(uneven_parts.STEP)
     for reducer, parameters in reducers.items():
-        reducer.stepping = True  # should it call backward() itself
-        if reducer.begun:  # also where the gradients are under way, and not to be seen
+        reducer.stepping = True  # the step may call backward() itself
+        if reducer.begun:  # also if the gradients are in flight and None for now
             what, fix = "the gradients of this backward() are not reduced yet", "call it when backward() has returned"
             raise ConfigError(what, where=f"{type(optimizer).__name__}.step()", fix=fix, common=True)
         if reducer.unreduced and any(p.grad is not None for p in parameters):
@@ -88,7 +88,7 @@ def before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: di
         reducer.reduce_manual(parameters)
     if not isinstance(optimizer, torch.optim.LBFGS):
         return None
-    # It searches along the loss: by its local loss, each rank would go another way.
+    # LBFGS searches by the loss; with local losses the ranks would diverge.
     closure, reducer = keywords.get("closure", arguments[-1]), next(iter(reducers))
 
     def global_closure() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Values of a script as arrays that are added up over the ranks, and back."""
+"""``ht.sum``: conversion of a script's values to arrays, their sums over ranks, and back."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hvd_train.torch import backward, registry, uneven_parts
 
 
 def has_several(value: Any) -> bool:
-    """Return whether ``value`` is a tensor or an array, and not of one number."""
+    """Return whether ``value`` is a tensor or an array of other than one entry."""
     return isinstance(value, (torch.Tensor, np.ndarray)) and tuple(value.shape) != (1,) * value.ndim
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether one number, also in a tensor or an array, is a whole one or a truth value."""
+    """Return whether a number, also in a tensor or an array, is an integer or a boolean."""
     if isinstance(value, torch.Tensor):
         return not (value.is_floating_point() or value.is_complex())
     if isinstance(value, np.ndarray | np.generic):
@@ -31,7 +31,7 @@ def is_whole(value: Any) -> bool:
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Return a value of the script as an array. Raises ConfigError where it is no number, tensor or array."""
+    """Convert a value of the script to an array. Raises ConfigError for other than numbers, tensors and arrays."""
     if isinstance(value, torch.Tensor):
         value = value.detach()
         if has_several(value):
@@ -40,7 +40,7 @@ def as_array(value: Any) -> np.ndarray:
     try:
         if has_several(value) and value.dtype.kind in WIDE:
             return value
-        # NumPy makes no number of an array with an axis, also of one entry.
+        # NumPy does not convert an array with an axis to a number, even with one entry.
         number = value.item() if isinstance(value, np.ndarray) else value
         whole = is_whole(value) and abs(int(number)) < 2**63
         return np.array(int(number) if whole else float(number))
@@ -50,9 +50,9 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def like_input(value: Any, total: np.ndarray) -> Any:
-    """Return the sum in the kind of ``value``: a number, a tensor or an array."""
+    """Convert the sum to the kind of ``value``: a number, a tensor or an array."""
     if not has_several(value):
-        return total.item()  # an int, if the number is whole on all ranks
+        return total.item()  # an int if the numbers are whole on all ranks
     narrow = value.dtype in (torch.float32, np.float32, torch.complex64, np.complex64)
     half = value.dtype in (torch.float16, torch.bfloat16, np.float16)
     if narrow or half:
@@ -62,14 +62,14 @@ def like_input(value: Any, total: np.ndarray) -> Any:
 
 @eager
 def add_up(values: Sequence[Any]) -> Any:
-    """Return the sums of ``values`` over the ranks, see ``ht.sum``; on all ranks together."""
+    """Sum ``values`` over the ranks (see ``ht.sum``); all ranks call it."""
     arrays = [as_array(value) for value in values]
-    # An error may have ended a pass here: it must be exchanged first, or it would cross this sum.
+    # A failed pass must be exchanged first, or its transfers would be mixed up with this sum.
     if backward.current_pass() < 0:
         backward.after_failure()
     communicator = registry.communicator()
     if communicator.size > 1:
-        # Other ranks may still be in the parts of a batch, and wait for this one's gradients.
+        # Other ranks may still process parts of a batch, and wait for this rank's gradients.
         registry.part_sync().arrive(uneven_parts.SUM)
         passes.summed()
         weight_check.summed("ht.sum", communicator)

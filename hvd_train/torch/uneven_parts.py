@@ -1,9 +1,9 @@
-"""Batches of which ranks have shares of unequal length, where a script makes parts of a share: one rank may then call
+"""Synchronization of ranks that split uneven shares of a batch into unequal numbers of parts, so that one rank calls
 ``backward()`` more often than another.
 
-While such a batch is in use, ranks compare at each backward pass, step, next batch and sum where they are. A rank that
-is through with its parts takes part in the others' backward passes, with the gradients that all have: for a mean over
-ranks that is no change, and a missing part counts as zero. So N ranks are one, where each part counts by its samples.
+During such a batch the ranks compare their positions at each backward pass, step, next batch and sum. A rank that has
+finished its parts joins the others' backward passes with its current gradients, which are equal on all ranks. So their
+mean does not change, and a missing part counts as zero. N ranks equal one if each part is weighted by its samples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvd_train.script.dataloader import passes
 from hvd_train.torch import backward
 from hvd_train.torch.reducer import Reducer
 
-# Where a rank is in its script.
+# The position of a rank in its script.
 BACKWARD = "backward()"
 STEP = "optimizer.step()"
 NEXT = "the next batch"
@@ -30,12 +30,12 @@ ONCE = f"put all parts of a batch but its last into ht.no_sync, or {WHOLE}"
 
 
 class PartSync:
-    """The places at which the ranks of ``communicator`` are in the parts of a batch."""
+    """The comparison of the ranks' positions within an uneven batch."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._reducers: dict[float, Reducer] = {}
-        self._stepped = False  # in the batch in use
+        self._stepped = False  # within the current batch
         self._warned = False
         backward.before = lambda members: self.arrive(BACKWARD, [member.number for member in members])
         passes.leaving = lambda: self.arrive(NEXT)
@@ -44,24 +44,24 @@ class PartSync:
         self._reducers[reducer.number] = reducer
 
     def arrive(self, place: str, numbers: Sequence[float] = ()) -> None:
-        """This rank has come to ``place``; at a backward pass, ``numbers`` are of those whose gradients travel next.
+        """Wait at position ``place``, and join other ranks' backward passes meanwhile.
 
-        Returns when all ranks are at such a place, or this one at a backward pass. Raises CommunicationError on all
-        ranks where their work cannot be joined.
+        ``numbers``: at a backward pass, the reducers that exchange next. Returns when all ranks are at the same
+        position, or this one is at a backward pass. Raises CommunicationError on all ranks if they cannot be matched.
         """
         while shares := [p.share_of_batch for p in passes.uneven()]:
             changed = [number for number, reducer in self._reducers.items() if place != BACKWARD and reducer.changed()]
-            # Of each rank: its place, its shares' lengths, reducers that exchange next, those with changed gradients.
+            # For each rank: position, lengths of shares, reducers that exchange next, reducers with changed gradients.
             message = json.dumps([place, shares, list(numbers), changed]).encode()
             everyone = [json.loads(part) for part in self._communicator.allgather_bytes(message, "parts of a batch")]
-            # All at one place: nobody is ahead, and each goes on.
+            # All ranks are at the same position and continue.
             if len({there for there, *_ in everyone}) == 1:
                 self._stepped = place != NEXT and (self._stepped or place == STEP)
                 return
             self._check(everyone)
             if place == BACKWARD:
                 return
-            # This rank is through with its parts: it takes part in the others' pass and asks again.
+            # This rank has finished its parts: it joins the others' pass and compares again.
             for number in next(numbers for there, _, numbers, _ in everyone if there == BACKWARD):
                 self._reducers[number].adopt()
 
@@ -75,7 +75,7 @@ class PartSync:
         listed = ", ".join(f"{there} on rank {rank}" for rank, there in enumerate(places))
         numbers = {number for there, _, sent, _ in everyone if there == BACKWARD for number in sent}
         changed = [rank for rank, (*_, sent) in enumerate(everyone) if numbers.intersection(sent)]
-        stepped = self._stepped and NEXT in places  # the others would make a step more
+        stepped = self._stepped and NEXT in places  # the others would make one more step
         reason = ""
         if not more or stepped or FORWARD in places:
             reason = f"{what}: {listed}"

@@ -1,4 +1,4 @@
-"""Parameters that are frozen at ``ht.distribute``, and that the script unfreezes later, on all ranks alike."""
+"""Parameters that are frozen at ``ht.distribute`` and unfrozen later, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hvd_train.torch.reducer import Reducer
 class Frozen:
     """The frozen parameters of a model.
 
-    At the end of the first backward pass in which some of them are trained, ``unfreeze`` makes a reducer for them. It
-    exchanges this pass' gradients at once and takes part in all later passes. Nothing travels before.
+    At the end of the first backward pass that trains some of them, ``unfreeze`` makes a reducer for these. It exchanges
+    this pass' gradients at once and takes part in all later passes.
     """
 
     def __init__(
@@ -26,11 +26,11 @@ class Frozen:
         unfreeze: Callable[[dict[str, torch.nn.Parameter]], Reducer],
     ) -> None:
         self._frozen, self._first, self._unfreeze = dict(parameters), first, unfreeze
-        # Members of a pass finish in the order of numbers: after the first reducer, before the next model's.
+        # Members of a pass finish in the order of numbers: this after its first reducer, before the next model's.
         self.number = first.number + 0.5
         self._hooks: dict[str, Any] = {}
         for name, p in self._frozen.items():
-            p.requires_grad_(True)  # torch refuses hooks of what has no gradient
+            p.requires_grad_(True)  # torch refuses hooks on tensors that need no gradient
             self._hooks[name] = p.register_post_accumulate_grad_hook(eager(lambda _: self._reached()))
             p.requires_grad_(False)
 
@@ -39,12 +39,12 @@ class Frozen:
             self._first.reached()
 
     def arrived(self) -> None:
-        """Join the pass, if some of them are trained: backward has reached a parameter of the model, on all ranks."""
+        """Join a backward pass of the model if some of the frozen parameters are now trained."""
         if any(p.requires_grad for p in self._frozen.values()):
             backward.register(self)
 
     def finish(self) -> None:
-        """Unfreeze, at the end of a backward pass."""
+        """Make a reducer for the unfrozen parameters, at the end of a backward pass."""
         unfrozen = {name: p for name, p in self._frozen.items() if p.requires_grad}
         for name in unfrozen:
             self._hooks.pop(name).remove()
@@ -52,8 +52,8 @@ class Frozen:
         late = self._unfreeze(unfrozen)
         late.model_reducers = self._first.model_reducers
         late.model_reducers.append(late)
-        # It was made at the end of the pass whose gradients it exchanges.
+        # The reducer did not exist when the pass began.
         late.adopt()
 
     def abandon(self) -> None:
-        """Do nothing: an error ended the pass, and the next one finds the parameters again."""
+        """Do nothing after a failed pass: the next one detects the parameters again."""

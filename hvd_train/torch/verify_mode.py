@@ -1,4 +1,4 @@
-"""Changes that ``hvd-train verify`` makes in a PyTorch script, and the record that it takes."""
+"""Changes of ``hvd-train verify`` to a PyTorch script, and the recording of its steps."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hvd_train.script.record import SEED, Recording
 from hvd_train.torch import registry
 
 _names: dict[int, str] = {}  # of parameters
-_drawn: list[bytes] = []  # torch's generator after the last step
+_drawn: list[bytes] = []  # digest of torch's generator after the last step
 _models = 0
 
 
 def prepare(recording: Recording) -> None:
-    """Set 64 bits and record each loss, before the script makes anything."""
+    """Switch to 64 bits and record each loss; called before the script creates anything."""
     recording.norm_fix = "ht.distribute(model, optimizer, sync_batchnorm=True) makes it independent of the ranks"
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(SEED)
-    # autocast would compute in 16 bits what is to be compared in 64.
+    # autocast would compute in 16 bits, but results are compared in 64.
     begin, backward = torch.autocast.__init__, torch.Tensor.backward
 
     def without_autocast(
@@ -35,7 +35,7 @@ def prepare(recording: Recording) -> None:
         begin(self, device_type, dtype, False, *rest, **more)
 
     def recorded_backward(self: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        # What backward() starts from, where it is a number, is the loss.
+        # The loss is the scalar on which backward() is called.
         if self.numel() == 1:
             recording.loss(float(self.detach()), *_weight())
         return backward(self, *arguments, **keywords)
@@ -51,14 +51,14 @@ def prepare(recording: Recording) -> None:
 
 
 def _weight() -> tuple[float, float]:
-    """Return the weight of this rank's loss in the sum over ranks, and what that is divided by, summed over ranks."""
+    """Return the weight of this rank's loss in the sum over ranks, and its part of the divisor of this sum."""
     if registry.distributed and registry.communicator().size > 1 and not registry.averaging():
         return 1.0, 1.0 / registry.communicator().size
     return passes.weight(), passes.weight()
 
 
 def widen(value: Any) -> Any:
-    """Return floats in 64 bits, in containers as they are."""
+    """Convert floats to 64 bits, also within containers."""
     if isinstance(value, torch.Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, Mapping):
@@ -69,17 +69,17 @@ def widen(value: Any) -> Any:
 
 
 def prepare_models(models: Sequence[torch.nn.Module], recording: Recording) -> None:
-    """Change models of the script, before they are distributed."""
+    """Convert the script's models to 64 bits without dropout, before they are distributed."""
     for model in models:
         model.double()
-        # Masks depend on the rank: they would hide what is compared.
+        # Masks depend on the rank and would hide other differences.
         PyTorchFrontEnd.without_dropout_in(model)
         model.register_forward_pre_hook(lambda _, xs, keys: (widen(xs), widen(keys)), with_kwargs=True)
     recording.note("dropout is off: masks depend on the rank")
 
 
 def add(model: torch.nn.Module, recording: Recording) -> None:
-    """Record a model of the script, which is distributed now."""
+    """Add a distributed model to the record."""
     global _models
     prefix = f"model{_models}." * (_models > 0)
     _models += 1

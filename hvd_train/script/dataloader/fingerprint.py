@@ -1,4 +1,4 @@
-"""Contents of a data set, compared between ranks: an order may come of a set or a folder, or be random."""
+"""Hashes of a data set, to compare between ranks: its order may depend on a set, a folder or chance."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.utils import data
 SPLIT_FIX = "make and split data with a seed, before ht.distribute"
 SORT_FIX = "sort what comes from a set or a folder, and seed what is drawn, before ht.distribute"
 PROBES = 64  # rows of an array
-ENTRIES, FEWER, INNER = 4096, 256, 16  # of a list; while the script trains; of a list in it
-SHORT = 16  # from here on a list of numbers is one of samples: shorter ones are sizes, times, (rank, ranks)
-LARGEST = 2**20  # entries of what is looked at as a whole, to see that it was shuffled
-RANK_WORDS = ("cache", "memo", "rank")  # in names of what a rank has by itself
+ENTRIES, FEWER, INNER = 4096, 256, 16  # hashed entries of a list; while training; of a nested list
+SHORT = 16  # shorter lists of numbers are taken for sizes, times or (rank, ranks), not for samples
+LARGEST = 2**20  # entries; larger lists are not checked for shuffling
+RANK_WORDS = ("cache", "memo", "rank")  # in names of attributes that may differ between ranks
 SCALARS = (str, bytes, int, float, PurePath, np.generic)
 LISTS = (list, tuple)
 SETS = (set, frozenset)
@@ -27,7 +27,7 @@ ARRAYS = (np.ndarray, torch.Tensor)
 
 
 def content(samples: Any) -> dict[str, str]:
-    """Return hashes of all that can be read without a call of user code: {"data: files": "0123456789ab; ..."}."""
+    """Return hashes of all attributes readable without running user code: {"data: files": "0123456789ab; ..."}."""
     texts = {}
     for name, owner in _within(samples, "data"):
         if isinstance(owner, data.Subset):
@@ -44,9 +44,9 @@ def content(samples: Any) -> dict[str, str]:
 
 
 class Orders:
-    """Lists and arrays with an entry for each sample, and which of them a script has shuffled since.
+    """Detects whether a script shuffles lists and arrays with an entry for each sample.
 
-    One that a rank fills by itself, as a cache, is not shuffled: it holds other entries than before.
+    A cache that a rank fills does not count as shuffled, because its entries change.
     """
 
     def __init__(self, samples: Any) -> None:
@@ -59,11 +59,11 @@ class Orders:
                     self._known.append((f"{name}{attribute}", owner, attribute[2:], _look(x), [*_sums(x)]))
 
     def moved(self) -> dict[str, str]:
-        """Return {"data: files": a hash of the new order} of those that were shuffled."""
+        """Return {"data: files": a hash of the new order} for shuffled lists and arrays."""
         digests = {}
         for name, owner, attribute, first, sums in self._known:
             x = vars(owner).get(attribute)
-            # Called at every comparison of weights: whole lists are read only where 64 entries of one have moved.
+            # Called at every comparison of weights, so whole lists are read only if a sample of 64 entries differs.
             look = _look(x) if isinstance(x, (list, *ARRAYS)) else first
             if look == first:
                 continue
@@ -76,7 +76,7 @@ class Orders:
 
 
 def _within(samples: Any, name: str, visited: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield a data set and those in it, by name. What a stream holds is not what it gives."""
+    """Yield a data set and its nested ones, with names; not streams, whose attributes do not show their samples."""
     if isinstance(samples, data.IterableDataset) or id(samples) in visited:
         return
     yield name, samples
@@ -90,7 +90,7 @@ def _within(samples: Any, name: str, visited: tuple[int, ...] = ()) -> Iterator[
 
 
 def _attributes(owner: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of a data set by name; of a list or an array, itself."""
+    """Return a data set's (name, attribute) pairs; for a list or an array, the object itself."""
     if isinstance(owner, (*LISTS, *ARRAYS)):
         return [("", owner)]
     pairs = getattr(owner, "__dict__", {}).items()
@@ -98,15 +98,15 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
 
 
 def _length(x: Any) -> int:
-    with suppress(Exception):  # a user's own
+    with suppress(Exception):  # user code
         return len(x)
     return -1
 
 
 def _digest(x: Any, count: int, most: int = ENTRIES) -> str:
-    """Return a hash of ``x``; "" where it may belong to this rank alone. ``count``: of samples."""
+    """Return a hash of ``x``; "" if it may differ between ranks. ``count``: the number of samples."""
     parts = list(_telling(x, count, most))
-    folder = commonprefix([part for part in parts if "/" in part]).rpartition("/")[0]  # it may lie elsewhere
+    folder = commonprefix([part for part in parts if "/" in part]).rpartition("/")[0]  # paths may differ between hosts
     parts = [part.removeprefix(folder) for part in parts]
     return hashlib.sha256("\n".join(parts).encode(errors="surrogatepass")).hexdigest()[:12] if parts else ""
 
@@ -119,7 +119,7 @@ def _telling(x: Any, count: int, most: int) -> Iterator[str]:
         if len(x) > 1 and (numbers or len(x) == count):  # classes, words, samples
             yield from _parts(x, most)
             return
-        for key in sorted((key for key in x if isinstance(key, SCALARS)), key=repr)[:most]:  # what is a list in it
+        for key in sorted((key for key in x if isinstance(key, SCALARS)), key=repr)[:most]:  # only nested containers
             inner = list(_telling(x[key], count, _less(most)))
             yield from [repr(key), *inner] if inner else []
     elif isinstance(x, ARRAYS):
@@ -131,7 +131,7 @@ def _telling(x: Any, count: int, most: int) -> Iterator[str]:
 
 
 def _parts(x: Any, most: int) -> Iterator[str]:
-    """Yield texts that are the same in every process; nothing of objects, nor of what lies deep."""
+    """Yield texts of values that are the same in every process; objects and deep nesting are skipped."""
     if isinstance(x, PurePath | str):
         yield str(x)
     elif isinstance(x, SCALARS):
@@ -150,7 +150,7 @@ def _parts(x: Any, most: int) -> Iterator[str]:
 
 
 def _less(most: int) -> int:
-    """Return how many entries of a list within a list of ``most`` are read."""
+    """Return the limit for a nested list, given the outer list's."""
     return INNER if most > INNER else most // 4
 
 
@@ -159,7 +159,7 @@ def _spread(count: int, most: int) -> np.ndarray:
 
 
 def _rows(x: Any) -> list[str]:
-    # Rows evenly spread: a whole data set in memory takes too long to hash.
+    # Evenly spaced rows, because hashing all data would take too long.
     rows: Any = _spread(len(x), PROBES) if x.ndim else ...
     if isinstance(x, torch.Tensor):
         if x.layout != torch.strided or x.is_meta or x.is_quantized:
@@ -174,7 +174,7 @@ def _rows(x: Any) -> list[str]:
 
 
 def _look(x: Any) -> list:
-    """Return, quickly, what is another value once ``x`` was shuffled."""
+    """Return a quick fingerprint of ``x`` that changes if it is shuffled."""
     return [id(x[i]) for i in _spread(len(x), PROBES)] if isinstance(x, list) else _rows(x)
 
 
@@ -183,12 +183,12 @@ def _entries(x: Any) -> int:
 
 
 def _sums(x: Any) -> Iterator[int]:
-    """Yield sums that are the same in any order, the quickest first.
+    """Yield checksums that do not depend on the order, the quickest first.
 
-    A list or array that has one of them as before has the same entries.
+    If one of them is unchanged, the list or array has the same entries.
     """
     if isinstance(x, list):
-        # The same objects as before, in any order; equal objects made anew have equal hashes at least.
+        # By identity; equal objects that were recreated have at least equal hashes.
         yield sum(map(id, x))
         with suppress(TypeError):
             yield sum(map(hash, x))

@@ -1,4 +1,4 @@
-"""Passes over sharded loaders: which batch is in use when gradients travel, and how much it counts."""
+"""Passes over sharded loaders: the batch that gradients belong to, and its weight."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from hvd_train.script import weight_check
 from hvd_train.script.dataloader import fingerprint, rng, shares, streams, user_order
 from hvd_train.script.main_rank import UnsharedSums
 
-watch: Callable[[Pass, Any, bool], Any] | None = None  # sees each batch, and gives what the script is to get
+watch: Callable[[Pass, Any, bool], Any] | None = None  # may replace each batch
 leaving: Callable[[], None] | None = None  # called before the batch after an uneven one is taken
 unshared: UnsharedSums | None = None  # once there is a loader
-at_end: list[Callable[[], None]] = []  # called when a pass in which steps were made has come to its end, on all ranks
-without_steps: list[Callable[[], None]] = []  # called at the end of one without a step, or a sum over ranks
-_open: weakref.WeakSet[Pass] = weakref.WeakSet()  # passes that gave a batch to train on, and have not ended
+at_end: list[Callable[[], None]] = []  # called at the end of a pass with steps, on all ranks
+without_steps: list[Callable[[], None]] = []  # called at the end of a pass without a step or a sum over ranks
+_open: weakref.WeakSet[Pass] = weakref.WeakSet()  # unfinished passes that have returned a training batch
 _asked = 0
-_summed = False  # whether numbers were added up over ranks between an uneven batch and the exchange of its gradients
+_summed = False  # whether ht.sum was called between an uneven batch and the exchange of its gradients
 
 
 def asked() -> int:
-    """Return how often this rank has asked to compare the ranks.
+    """Return how often this rank has requested a comparison of the ranks.
 
-    They are compared when its next gradients travel, as it may be alone with the wish.
+    The next exchange of gradients carries the request, because other ranks may have none.
     """
     return _asked
 
@@ -40,24 +40,24 @@ def _ask() -> None:
 
 
 class Pass:
-    """The iterator of a sharded loader, with a note of the batch that it gave last."""
+    """The iterator of a sharded loader, which remembers the last batch."""
 
     def __init__(self, batches: Iterator, share: shares.Passes, in_order: bool, plan: shares.Plan | None) -> None:
         self._batches, self._share = batches, share
-        self._plan = plan  # None: of a stream, whose batches carry it
-        self._known = in_order  # whether batch k is the k-th that the share names
-        self._single_exchange = in_order  # and no other batch travels in its exchange
+        self._plan = plan  # None for a stream, whose batches carry it
+        self._known = in_order  # whether batch k is the k-th of the plan
+        self._single_exchange = in_order  # whether also each exchange is of one batch
         self._steps, self._batch = shares.steps(), -1
-        self._weights: dict[int, str] = {}  # digests of the models' weights, in a pass without steps
+        self._weights: dict[int, str] = {}  # digests of the models' weights in a pass without steps
         self._joined = unshared.count if unshared else 0
-        self.new = self.used = False  # given since the last exchange; given before it
+        self.new = self.used = False  # whether the last batch came after the last exchange, or before it
 
     def __iter__(self) -> Iterator:
         return self
 
     def __next__(self) -> Any:
         training = torch.is_grad_enabled()
-        # Before the next batch is taken: the other ranks may still make parts of this one.
+        # Before the next batch: other ranks may still process parts of this one.
         if training and leaving and self in uneven():
             leaving()
         if training and shares.steps() > self._steps:
@@ -73,9 +73,9 @@ class Pass:
             raise
         self._batch += 1
         if training and self._batch == 1 and shares.steps() == self._steps and self._share.at_home:
-            self._weights = weight_check.digests()  # this pass may be one of training without optimizers
+            self._weights = weight_check.digests()  # this pass may train without optimizers
         if training and self._plan and self._batch + 1 == self._plan.count and shares.steps() > self._steps:
-            _ask()  # at a pass' last batch
+            _ask()  # with the last batch of a pass
         self._known = self._known and self._share.at_home
         if watch:
             batch = watch(self, batch, training)
@@ -94,24 +94,24 @@ class Pass:
         return getattr(self._batches, name)
 
     def indices(self) -> list:
-        """Return the indices of the batch that was given last; empty where they are not known."""
+        """Return the indices of the last batch; empty if unknown."""
         return self._plan.batch(self._batch) if self._plan else []
 
     @property
     def number(self) -> int:
-        """Return the number of its loader."""
+        """Return the number of the loader."""
         return self._share.number
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Return (ranks,): each rank's weight by the batch that was given last; see ``weight``."""
+        """Return each rank's weight for the last batch, (ranks,); see ``weight``."""
         if not self._single_exchange:
             return (1.0,) * self._share.size
         return tuple(n * self._share.size / sum(self._counts) for n in self._counts)
 
     @property
     def uneven(self) -> bool:
-        """Return whether ranks have unequal numbers of samples of the batch that was given last."""
+        """Return whether ranks have unequal numbers of samples in the last batch."""
         return self._known and len(set(self.weights)) > 1
 
     @property
@@ -125,19 +125,19 @@ class Pass:
 
     @property
     def share_of_batch(self) -> int:
-        """Return this rank's number of samples in a batch of which ranks have unequal numbers."""
+        """Return this rank's number of samples in the last batch."""
         return self._counts[self.rank]
 
     @property
     def digest(self) -> str:
-        """Return the digest of the order of samples, if the pass began before the last step; else it does not count."""
+        """Return the digest of the order of samples; "" if no step was made in this pass."""
         if shares.steps() == self._steps:
             return ""
         stream: Any = self._batches
         return self._plan.digest if self._plan else f"{stream.digest:08x}" if self._known else ""
 
     def moved(self) -> dict[str, str]:
-        """Return what ``fingerprint.Orders.moved`` gives, of a pass that began before the last step."""
+        """Return ``fingerprint.Orders.moved`` if steps were made in this pass, else {}."""
         return self._share.orders.moved() if shares.steps() > self._steps else {}
 
     def _end(self) -> None:
@@ -150,7 +150,7 @@ class Pass:
             if share.at_home:
                 for work in at_end:
                     work()
-            # An epoch ends: draws from here on are those of a run that resumes here.
+            # An epoch ends: from here on random numbers equal those of a run that resumes here.
             rng.start_epoch(mix(share.seed, share.epoch), shares.steps(), share.rank)
             return
         weight_check.pass_ended(self._weights, "the end of a pass over ht.shard")
@@ -163,7 +163,7 @@ class Pass:
 
 
 class Sharded(data.DataLoader):
-    """The user's loader over this rank's share: of the user's class, with its ``__iter__`` and attributes."""
+    """A mixin that restricts a loader of the user's class to this rank's share."""
 
     share: shares.Passes
 
@@ -174,7 +174,7 @@ class Sharded(data.DataLoader):
         key = mix(share.seed, share.epoch)
         inner: Any = super().__iter__
         in_order = inner.__func__ is data.DataLoader.__iter__ and (self.in_order or not self.num_workers)
-        # Workers' first seeds come from here, and torch's generator is left alone. Those that persist are asked once.
+        # Workers are seeded from here, so torch's generator stays unchanged. Persistent workers are seeded once.
         first = share.seed if self.persistent_workers else key
         self.generator.manual_seed(first if isinstance(self.dataset, streams.StreamShare) else mix(first, share.rank))
         if isinstance(self.dataset, streams.StreamShare):
@@ -190,7 +190,7 @@ class Sharded(data.DataLoader):
         return streams.Batches(iterator) if isinstance(self.dataset, streams.StreamShare) else iterator
 
     def set_epoch(self, epoch: int) -> None:
-        """Number the next pass; on all ranks."""
+        """Set the number of the next pass; call it on all ranks."""
         self.share.set_epoch(epoch)
 
 
@@ -204,9 +204,9 @@ def shared(
     together: int = 1,
     number: int = 0,
 ) -> data.DataLoader:
-    """Return a copy of the loader that draws from this rank's share of its samples.
+    """Return a copy of the loader over this rank's share of the samples.
 
-    ``together``: this process, alone, takes the batches of so many ranks. ``number``: of the loader.
+    ``together``: the number of ranks whose batches this single process takes. ``number``: of the loader.
     """
     attributes: dict[str, Any] = {"generator": torch.Generator(), "_iterator": None}
     if isinstance(loader.dataset, data.IterableDataset):
@@ -219,13 +219,13 @@ def shared(
     else:
         attributes["share"] = _share(loader, seed, rank, size)
     attributes["share"].number, attributes["share"].orders = number, fingerprint.Orders(loader.dataset)
-    # The script may seed workers itself; it has its say once in those that persist.
+    # The script may seed workers itself (worker_init_fn), in persistent workers only once.
     seeds_workers = loader.persistent_workers or loader.worker_init_fn is None
     attributes["share"].seeds_workers = loader.num_workers > 0 and seeds_workers
     kind = type(loader)
-    # Of the user's class and ours, without __init__, which would check and replace what is set below.
+    # A subclass of ours and the user's, without __init__, which would check and replace the attributes below.
     copy: Any = object.__new__(type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__}))
-    # DataLoader forbids to set these one by one.
+    # DataLoader forbids setting these one by one.
     vars(copy).update(vars(loader) | {"batch_sampler": attributes["share"]} | attributes)
     return copy
 
@@ -233,7 +233,7 @@ def shared(
 def _share(loader: data.DataLoader, seed: int, rank: int, size: int) -> shares.Share:
     options: Any = dict(drop_last=loader.drop_last, seed=seed, rank=rank, size=size)
     sampler, batch_size = loader.sampler, loader.batch_size
-    # A subclass may make its batches otherwise: it is asked for them.
+    # A subclass may build batches in its own way, so its batches are used.
     if type(loader.batch_sampler) is not data.BatchSampler or batch_size is None:
         return user_order.UserBatches(loader.batch_sampler, seed=seed, rank=rank, size=size)
     if _plain(sampler, loader.dataset):
@@ -243,15 +243,15 @@ def _share(loader: data.DataLoader, seed: int, rank: int, size: int) -> shares.S
 
 
 def _plain(sampler: Any, samples: Any) -> bool:
-    """Return whether it gives each sample once, in their order or in one drawn at random."""
+    """Return whether the sampler is sequential, or shuffles all samples once."""
     drawn = type(sampler) is data.RandomSampler and not sampler.replacement
     return (drawn or type(sampler) is data.SequentialSampler) and len(sampler) == len(samples)
 
 
 def orders() -> dict[str, str]:
-    """Return digests of the order of samples of each pass in use, and of lists that scripts have shuffled themselves.
+    """Return digests of the orders of samples in use, and of lists that the script has shuffled.
 
-    Only orders that may differ between ranks are among them.
+    Only orders that may differ between ranks are included.
     """
     digests = sorted({p.digest for p in _open if p.used} - {""})
     digests_by_name = {"order of samples": " ".join(digests)} if digests else {}
@@ -265,36 +265,36 @@ def orders() -> dict[str, str]:
 def weight() -> float:
     """Return this rank's weight in the mean over ranks: its samples times ranks / all ranks' samples.
 
-    Other than 1 at an epoch's end alone, where batches may differ in length, and only if it is certain which batch the
-    gradient is of: every batch of this pass had an exchange of its own before the next one was taken, and no other
-    sharded loader gave a batch of another weight since the exchange before. Batches taken without gradients
-    (``torch.no_grad``) do not count, and an exchange without a new batch is of the last one. Ranks' weights have a mean
-    of 1 up to rounding. The loss is taken for a mean over its batch.
+    It differs from 1 only at the end of an epoch, where batches may differ in length, and only if it is certain which
+    batch the gradient belongs to: each batch of this pass had its own exchange, and no other sharded loader has
+    returned a batch of another weight since the last exchange. Batches taken under ``torch.no_grad`` do not count, and
+    an exchange without a new batch belongs to the last one. The ranks' weights have a mean of 1 up to rounding. The
+    loss is assumed to be a mean over its batch.
     """
     passes = in_use()
-    # All ranks' weights, not this rank's: two loaders may give it equal shares, and another rank unequal ones.
+    # All ranks' weights are compared: two loaders may have equal weights here, and different ones on another rank.
     weights = {p.weights for p in passes}
     return weights.pop()[passes[0].rank] if len(weights) == 1 else 1.0
 
 
 def in_use() -> list[Pass]:
-    """Return the passes whose batches the gradients that travel next are of."""
+    """Return the passes whose batches the next exchanged gradients belong to."""
     return [p for p in _open if p.new] or [p for p in _open if p.used]
 
 
 def uneven() -> list[Pass]:
-    """Return the passes of ``weight`` whose batch has unequal lengths on the ranks: the same on all of them."""
+    """Return the passes in use whose batch has unequal lengths on the ranks; the same on all ranks."""
     return [p for p in in_use() if p.uneven]
 
 
 def summed() -> None:
-    """Note that numbers are added up over ranks."""
+    """Record that ``ht.sum`` was called."""
     global _summed
     _summed = _summed or any(p.new for p in uneven())
 
 
 def averaged() -> float:
-    """Return ``weight``, for gradients of a mean over samples that are about to travel."""
+    """Return ``weight`` for averaged gradients that are about to be exchanged; may warn of a divided loss."""
     if _summed:
         warn_of_divided_loss()
     return weight()
@@ -302,7 +302,7 @@ def averaged() -> float:
 
 @functools.cache
 def warn_of_divided_loss() -> None:
-    """Warn once, on rank 0: a loss that is divided by a sum of all ranks is no mean over a rank's samples."""
+    """Warn once, on rank 0, that a loss may be divided by a global sum, so it is no mean over local samples."""
     if not in_use()[0].rank:
         what = "ht.sum before backward(), where ranks have unequal numbers of samples, by which their gradients count"
         fix = "if the loss is divided by this sum, give ht.distribute(average=False), and do not divide by ht.size()"
@@ -310,7 +310,7 @@ def warn_of_divided_loss() -> None:
 
 
 def exchanged() -> None:
-    """Note that gradients of the batches in use have travelled."""
+    """Record that the gradients of the batches in use have been exchanged."""
     global _summed
     _summed = False
     if unshared:

@@ -1,4 +1,4 @@
-"""Generators of torch, NumPy and Python in a PyTorch script: they differ between ranks and repeat with a seed."""
+"""Random generators of torch, NumPy and Python in a PyTorch script: different on each rank, reproducible by seed."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from torch.utils.data import Sampler, get_worker_info
 
 from hvd_train.data.order import mix
 
-_seed_set: int | None = None  # torch's seed as it was set here; another one is the script's
-_epoch: tuple[int, int] | None = None  # of the last end of an epoch: the key that draws follow from, the steps made
-_pass: int | None = None  # in a worker: the key of the pass over a stream, if it came with a batch
+_seed_set: int | None = None  # the seed that this module set in torch; any other is the script's
+_epoch: tuple[int, int] | None = None  # at the end of the last epoch: (key of the random numbers, steps made)
+_pass: int | None = None  # in a worker: the key of the pass over a stream, if a batch brought it
 
 
 def set_apart(rank: int) -> None:
-    """Let rank 0 draw on as the script seeded it, the others from functions of that and their rank.
+    """Reseed all ranks but 0 from the script's seed and the rank.
 
-    Once for each seed that the script sets: data and first weights that were drawn before are the same on all ranks.
+    Happens once for each seed that the script sets. Data and weights drawn before it are the same on all ranks.
     """
     global _seed_set
-    # A second ht.distribute must not set the generators back, unless the script has seeded again.
+    # A second ht.distribute must not reset the generators, unless the script has seeded again.
     if rank and torch.initial_seed() != _seed_set:
-        # NumPy and random do not show their seed: a draw stands for it.
+        # NumPy and random do not expose their seed, so a random number is used instead.
         numpys, pythons = np.random.randint(2**63, dtype=np.int64), random.getrandbits(64)
         _set(*(mix(int(seed), rank) for seed in (torch.initial_seed(), numpys, pythons)))
     _seed_set = torch.initial_seed()
 
 
 def start_epoch(key: int, steps: int, rank: int) -> None:
-    """Seed the next epoch of training, at the end of one. ``key``: of the loader's seed and epoch."""
+    """Seed the generators at the end of an epoch of training. ``key``: of the loader's seed and epoch."""
     global _epoch
     _epoch = (key, steps)
     resume(state(key, steps), rank)
 
 
 def state(key: int, steps: int) -> int:
-    """Return the key of the draws of a run that resumes after ``steps`` steps.
+    """Return the key for the random numbers of a run that resumes after ``steps`` steps.
 
-    The uninterrupted run draws from the same where no step was made since an epoch ended. ``key`` stands in where none
-    has ended.
+    The uninterrupted run uses the same key if no step was made since the end of an epoch. ``key``: the default before
+    the end of the first epoch.
     """
     key, start = _epoch or (key, 0)
     return mix(key, steps - start)
 
 
 def start_pass(key: int, rank: int) -> None:
-    """Seed a later pass of training, so that what was drawn since the last one shifts nothing.
+    """Seed the generators for a later pass of training, so random numbers drawn in between have no effect.
 
-    A resumed run does not repeat a validation, for example. A script that has seeded torch in between keeps its seed.
+    A resumed run does not repeat a validation, for example. If the script has seeded torch since, its seed is kept.
     """
     if torch.initial_seed() == _seed_set:
         resume(mix(key, -1), rank)
@@ -61,7 +61,7 @@ def start_pass(key: int, rank: int) -> None:
 
 def resume(state: int, rank: int) -> None:
     seed = mix(state, rank)
-    _set(seed, mix(seed, 1), mix(seed, 2))  # of one number NumPy and random would draw the same
+    _set(seed, mix(seed, 1), mix(seed, 2))  # with equal seeds NumPy and random would draw the same
 
 
 def _set(torchs: int, numpys: int, pythons: int) -> None:
@@ -74,10 +74,10 @@ def _set(torchs: int, numpys: int, pythons: int) -> None:
 
 
 class SeededBatch(list):
-    """The samples of a batch on the way to a loader's worker, whose generators ``key`` seeds when they arrive.
+    """A batch of indices that seeds a loader worker's generators with ``key`` when it is unpickled there.
 
-    A worker that persists has drawn before, which a resumed run's worker has not. No samples: of a stream, which goes
-    on drawing until it begins anew.
+    A persistent worker has drawn random numbers before, a resumed run's worker has not. An empty batch belongs to a
+    stream, which seeds only at its beginning.
     """
 
     def __init__(self, samples: Iterable, key: int) -> None:
@@ -85,7 +85,7 @@ class SeededBatch(list):
         self._key = key
 
     def __reduce__(self) -> tuple:
-        # Pickled for a worker, it becomes a plain list there, and seeds on the way.
+        # Unpickled in a worker, it seeds and becomes a plain list.
         return _arrived, (list(self), self._key)
 
 
@@ -99,7 +99,7 @@ def _arrived(samples: list, key: int) -> list:
 
 
 def start_stream(worker: int) -> None:
-    """Seed a worker that begins its part of a stream, the same on all ranks."""
+    """Seed a worker at the beginning of its stream, the same on all ranks."""
     if _pass is not None:
         _seed(mix(_pass, worker))
 
@@ -111,9 +111,9 @@ def _seed(key: int) -> None:
 
 
 class CommonDraws:
-    """The process' generators, seeded by ``key`` within ``drawing``: all ranks draw the same there.
+    """A context in which all ranks draw the same random numbers, seeded by ``key``.
 
-    Each ``drawing`` goes on where the last one ended. What a rank draws outside stays as it is.
+    Each ``drawing`` continues where the last one ended. Outside, the generators are unaffected.
     """
 
     def __init__(self, key: int) -> None:
@@ -145,10 +145,10 @@ def _put(states: tuple) -> None:
 
 
 class SamplerGenerators:
-    """The generators among a sampler's attributes, also in samplers in it.
+    """The generators among the attributes of a sampler and its nested samplers.
 
-    Each pass seeds them by their first state and its ``key``. So a pass draws the same on all ranks, whichever passes
-    there were before.
+    Each pass seeds them from their initial state and its ``key``. So it draws the same on all ranks, whichever passes
+    came before.
     """
 
     def __init__(self, sampler: Any) -> None:

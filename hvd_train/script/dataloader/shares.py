@@ -1,4 +1,4 @@
-"""A rank's share of a DataLoader: which samples make its batches, a pure function of (seed, epoch, rank, size)."""
+"""A rank's share of a DataLoader: its batches are a pure function of (seed, epoch, rank, size)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _steps = 0
 
 
 def steps() -> int:
-    """Return how many steps distributed optimizers have made in this process.
+    """Return the number of steps of distributed optimizers in this process.
 
-    It is the same number on all ranks at the same place of the script.
+    It is equal on all ranks at the same point of the script.
     """
     return _steps
 
@@ -41,8 +41,8 @@ def stepped() -> None:
 class Plan:
     """The batches of one pass on this rank.
 
-    ``counts``: (ranks,), the samples of batch k on each rank. ``digest``: differs between ranks whose samples come in
-    other orders ("" where they cannot).
+    ``counts(k)``: the number of samples of batch k on each rank, (ranks,). ``digest``: a hash of the global order of
+    samples; "" if it cannot differ between ranks.
     """
 
     count: int
@@ -52,60 +52,60 @@ class Plan:
 
 
 class Passes:
-    """The passes over a loader, numbered by the steps that distributed optimizers have made since ``ht.shard``.
+    """The passes over a loader, numbered by the steps of distributed optimizers since ``ht.shard``.
 
-    A step of each of two optimizers counts twice. Passes that begin in another thread than this object, where steps
-    may be made meanwhile, are counted by themselves.
+    One step of each of two optimizers counts as two. Passes in other threads than the one that made this object are
+    counted separately, because steps may be made meanwhile.
     """
 
-    shuffle = True  # whether passes differ
+    shuffle = True  # whether passes have different orders
     number = 0  # of the loader
     orders: fingerprint.Orders  # of its data set
-    seeds_workers = False  # whether workers draw from seeds that come with each batch
+    seeds_workers = False  # whether each batch brings a seed for its worker
     trained = False  # whether steps were made in a pass over this loader
 
     def __init__(self, seed: int, rank: int, size: int) -> None:
         self.seed, self.rank, self.size = seed, rank, size
         self._numbers, self._thread = PassNumbers(steps, 0), threading.get_ident()
         self._thread_passes = 0  # passes in other threads
-        self._whole = [0, 0]  # of which epoch there were how many whole passes without a step
+        self._whole = [0, 0]  # epoch, and its number of complete passes without a step
 
     @property
     def at_home(self) -> bool:
-        """Return whether this thread made the object. Another one may be at other batches on each rank."""
+        """Return whether this thread made the object. Other threads may be at different batches on each rank."""
         return threading.get_ident() == self._thread
 
     @property
     def epoch(self) -> int:
-        """Return the number of a pass that begins now."""
+        """Return the number of the next pass."""
         return self._numbers.next
 
     def begin(self) -> int:
-        """Return the number of the pass that begins now, in this thread."""
+        """Begin a pass; return its number."""
         if self.at_home:
             return self.epoch
-        # Negative numbers: they never meet those of this thread's passes.
+        # Negative, so they never equal the numbers of the main thread's passes.
         self._thread_passes += 1
         return -self._thread_passes
 
     def start(self) -> None:
-        """Seed this rank's generators for a pass of training that begins, by its number.
+        """Seed this rank's generators by the number of the training pass that begins.
 
-        The first goes on as the script seeded it. A pass in another thread leaves the generators alone.
+        The first pass keeps the script's seed. A pass in another thread does not touch the generators.
         """
         if self.trained and torch.is_grad_enabled() and self.at_home:
             rng.start_pass(mix(self.seed, self.epoch), self.rank)
 
     def renumber(self, epoch: int) -> None:
-        """Number the next pass; later passes count on from it, by steps. On all ranks."""
+        """Set the number of the next pass, from which later ones count by steps; on all ranks."""
         self._numbers.set(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Number the next pass, for scripts. On all ranks."""
+        """Set the number of the next pass, for scripts; on all ranks."""
         self.renumber(epoch)
 
     def repeated(self) -> bool:
-        """Return, at the end of a whole pass without a step, whether it is the second one of this order."""
+        """Return whether this complete pass without a step is the second one with this order."""
         epoch, count = self._whole
         self._whole = [self.epoch, count + 1 if epoch == self.epoch else 1]
         return self._whole[1] == 2
@@ -115,7 +115,7 @@ class Passes:
         return {"seed": self.seed, **counts, "draws": rng.state(self.seed, steps())}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take a state, and let this rank's generators go on from there."""
+        """Restore a state, and this rank's generators."""
         self.seed, self._thread_passes = state["seed"], state["thread_passes"]
         self.renumber(state["epoch"])
         self.trained = bool(state["trained"])
@@ -123,14 +123,14 @@ class Passes:
 
 
 class Share(Passes, data.Sampler):
-    """A batch sampler. Global batch k is the same set of samples for every number of ranks.
+    """A batch sampler whose global batch k is the same set of samples for every number of ranks.
 
-    Every sample comes once an epoch (with ``drop_last``: those of full global batches). With ``shuffle`` the order is
+    Every sample comes once per epoch (with ``drop_last``: those of full global batches). With ``shuffle`` the order is
     a function of (seed, epoch).
     """
 
-    plan: Plan  # of the pass that began last
-    count: int | None = None  # samples; None: the order is asked anew for each pass
+    plan: Plan  # of the latest pass
+    count: int | None = None  # samples; None: the order is drawn again for each pass
 
     def __init__(
         self, count: int, batch_size: int, *, shuffle: bool, drop_last: bool, seed: int, rank: int, size: int
@@ -147,13 +147,13 @@ class Share(Passes, data.Sampler):
         self.plan = plan = self.planned(epoch)
         if not self.seeds_workers:
             return (plan.batch(k) for k in range(plan.count))
-        # Each batch brings its worker the seed of its draws, whichever worker takes it.
+        # Each batch carries a seed for the worker that loads it.
         key = mix(mix(self.seed, epoch), self.rank)
         return (rng.SeededBatch(plan.batch(k), mix(key, k)) for k in range(plan.count))
 
     def planned(self, epoch: int) -> Plan:
         def batch(k: int) -> list:
-            # (samples of this rank,) int64: places in the shuffled order, then indices of samples
+            # (samples of this rank,) int64: positions in the shuffled order, then indices of samples
             places = self._even.places(k)
             return (permute(places, self._even.count, self.seed, epoch) if self.shuffle else places).tolist()
 
@@ -161,10 +161,10 @@ class Share(Passes, data.Sampler):
 
 
 class Joined(Share):
-    """The batches of all ranks, as one process takes them."""
+    """The batches of all ranks, joined for a single process."""
 
     def __init__(self, shares: Sequence[Share], seed: int) -> None:
-        # As rank 0 of 1: its order comes from the shares that it joins.
+        # As rank 0 of 1: the order comes from the joined shares.
         Passes.__init__(self, seed, 0, 1)
         self._shares = shares
 
@@ -183,7 +183,7 @@ class Joined(Share):
 
 
 def check(loader: data.DataLoader) -> None:
-    """Raise ConfigError for a loader that cannot be divided."""
+    """Raise ConfigError for a loader that cannot be sharded."""
 
     def refuse(what: str, fix: str) -> None:
         raise ConfigError(what, where=WHERE, fix=fix)
@@ -196,7 +196,7 @@ def check(loader: data.DataLoader) -> None:
         refuse(
             "the loader's batch_size is None, so its data set makes batches", "let it give samples, and a batch_size"
         )
-    # A loader that prefetches by itself has begun a pass over all samples.
+    # A loader that prefetches has already begun a pass over all samples.
     if any(isinstance(x, _BaseDataLoaderIter) for name, x in vars(loader).items() if name != "_iterator"):
         refuse(f"this {type(loader).__name__} keeps a pass that has begun", "shard a DataLoader that begins anew")
     inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -205,14 +205,14 @@ def check(loader: data.DataLoader) -> None:
 
 
 def check_count(passes: Passes, samples: Any) -> None:
-    """Raise DataError where batches were planned of another number of samples: some would never come."""
+    """Raise DataError if the data set's length has changed since ``ht.shard``: some samples would never come."""
     if isinstance(passes, Share) and passes.count is not None and passes.count != len(samples):
         what = f"the data set has {len(samples)} samples, and had {passes.count}"
         raise DataError(what, where=WHERE, fix="shard a new DataLoader of it, on all ranks", common=True)
 
 
 def facts(loader: data.DataLoader) -> dict[str, str]:
-    """Return {name: text} of everything that must be equal on all ranks."""
+    """Return {name: text} for all properties that must be equal on all ranks."""
     sized = hasattr(loader.dataset, "__len__")
     return {
         "samples": str(len(loader.dataset)) if sized else type(loader.dataset).__name__,

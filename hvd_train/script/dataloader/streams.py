@@ -1,7 +1,7 @@
-"""A rank's share of an ``IterableDataset``: every rank reads the whole stream, and takes its part of each global batch.
+"""A rank's share of an ``IterableDataset``: every rank reads the whole stream and takes its part of each global batch.
 
-So a global batch is the same set of samples for every number of ranks, and all ranks come to the end together. With
-workers the same holds of the stream that each worker reads.
+So a global batch is the same set of samples for every number of ranks, and all ranks reach the end together. With
+workers this holds for each worker's stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Part = tuple[tuple[int, ...], int, list]
 
 
 class Stream(Passes):
-    """Passes over a stream. ``ended(batches)`` is called when a pass in which steps were made comes to its end."""
+    """Passes over a stream. ``ended(batches)`` is called at the end of a pass with steps."""
 
     def __init__(self, seed: int, rank: int, size: int, ended: Callable[[int], None]) -> None:
         super().__init__(seed, rank, size)
@@ -34,7 +34,7 @@ class Stream(Passes):
 
 
 class WorkerSeeds(data.Sampler):
-    """Gives workers the seeds of a pass, if it seeds them. Which samples come, the stream decides."""
+    """A sampler that sends only the seed of a pass to workers; the stream itself determines the samples."""
 
     def __init__(self, share: Stream) -> None:
         self._share = share
@@ -45,10 +45,10 @@ class WorkerSeeds(data.Sampler):
 
 
 class StreamShare(data.IterableDataset):
-    """Gives (samples on each rank, digest of what was read so far, samples) of each batch; see shares.Plan.
+    """Yields (samples per rank, digest of the stream so far, samples) for each batch; see shares.Plan.
 
-    A rest of fewer samples than ranks joins the batch before. ``key``: what draws of a pass without workers follow
-    from, the same on all ranks (workers get it with their batches).
+    A rest of fewer samples than ranks joins the batch before. ``key``: the seed of a pass without workers, the same on
+    all ranks (workers get it with their batches).
     """
 
     key = 0
@@ -68,15 +68,15 @@ class StreamShare(data.IterableDataset):
 
     def __iter__(self) -> Iterator[Part]:
         least, digest = self._whole if self._drop_last else self._size, 0
-        # One block is held back: if fewer samples than ranks follow, they join it.
-        held: list = []  # it may be the last but for a few samples
+        # One block is held back: a rest of fewer samples than ranks joins it.
+        held: list = []  # it may be the last one
         for block in self._blocks():
             if len(block) < least and (held or self._drop_last):  # the end
                 held += [] if self._drop_last else block
                 break
             if held:
                 yield self._share_of(held, digest)
-            # Of each block's first sample: a hash of all would cost as much as reading them.
+            # Hash only each block's first sample: all would take as long as reading them.
             held, digest = block, _crc(block[0], digest)
         if 0 < len(held) < least:
             what = f"a stream of {len(held)} samples is too short for {self._size} ranks"
@@ -87,7 +87,7 @@ class StreamShare(data.IterableDataset):
     def _blocks(self) -> Iterator[list]:
         drawing: Any = rng.CommonDraws(self.key).drawing
         if worker := data.get_worker_info():
-            # A worker is a process with its generators: they are seeded once, not for each block.
+            # A worker has its own generators, which are seeded once, not for each block.
             drawing = nullcontext
             rng.start_stream(worker.id)
         with drawing():
@@ -105,7 +105,7 @@ class StreamShare(data.IterableDataset):
 
 
 class Collate:
-    """The user's collate function, for the samples alone."""
+    """Applies the user's collate function to the samples of a part."""
 
     def __init__(self, collate: Callable) -> None:
         self._collate = collate
@@ -116,7 +116,7 @@ class Collate:
 
 
 class Batches:
-    """A DataLoader's iterator over a ``StreamShare``; ``counts`` and ``digest`` are of the batch that it gave last."""
+    """A DataLoader's iterator over a ``StreamShare``; ``counts`` and ``digest`` belong to the last batch."""
 
     def __init__(self, batches: Iterator) -> None:
         self._batches, self.counts, self.digest = batches, (1,), 0
@@ -135,7 +135,7 @@ class Batches:
 
 
 def _crc(sample: Any, before: int) -> int:
-    """Return a checksum of the numbers and texts in a sample, the same in every process."""
+    """Return a CRC of the numbers and texts in a sample, the same in every process."""
     if isinstance(sample, torch.Tensor):
         sample = sample.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if isinstance(sample, np.ndarray) and sample.dtype != object:

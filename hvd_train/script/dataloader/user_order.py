@@ -1,6 +1,6 @@
 """A rank's share of a loader with the user's sampler or batch sampler.
 
-Every rank draws the whole order, in the same way, and takes its part of it.
+Every rank draws the same whole order and takes its part of it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hvd_train.script.last_batch import EvenBatches, counts_of, places_of
 
 
 class UserOrder(Share):
-    """Samples in the order of ``sampler``, which may draw them at random, leave some out or give some again.
+    """A share in the order of the user's ``sampler``, which may shuffle, skip or repeat samples.
 
-    What it draws, from its generators or those of torch, NumPy and ``random``, follows from (seed, epoch).
+    Its random numbers, from its own generators or those of torch, NumPy and ``random``, depend on (seed, epoch).
     """
 
     def __init__(self, sampler: Iterable, batch_size: int, *, drop_last: bool, seed: int, rank: int, size: int) -> None:
@@ -31,10 +31,10 @@ class UserOrder(Share):
         self._last: tuple[int, list, Plan] | None = None
 
     def planned(self, epoch: int) -> Plan:
-        """Draw the order, once for each number unless the script has changed its sampler since."""
+        """Draw the order, once per epoch unless the script changes its sampler."""
         if self._last is None or self._last[0] != epoch or not _same(self._last[1], _attributes(self._sampler)):
             key = mix(self.seed, epoch)
-            # The sampler may draw from the process' generators, which differ between ranks.
+            # The sampler may use the process' generators, which differ between ranks.
             with rng.CommonDraws(key).drawing():
                 self._held.seed(key)
                 plan = self.plan_of(list(self._sampler))
@@ -42,7 +42,7 @@ class UserOrder(Share):
         return self._last[2]
 
     def set_epoch(self, epoch: int) -> None:
-        """Number the next pass, also in the user's samplers that have ``set_epoch``."""
+        """Set the number of the next pass, also in the user's samplers that have ``set_epoch``."""
         super().set_epoch(epoch)
         for sampler in _within(self._sampler):
             if hasattr(sampler, "set_epoch"):
@@ -58,8 +58,8 @@ class UserOrder(Share):
 
 
 class UserBatches(UserOrder):
-    """The batches of a batch sampler: as many as there are ranks make a step, one for each rank, counted by its
-    samples. A rest of fewer batches is divided sample by sample, or left out if the batch sampler has ``drop_last``.
+    """A share of a user's batch sampler: a step takes one batch for each rank, weighted by its samples.
+    A rest of fewer batches is divided by samples, or dropped if the batch sampler has ``drop_last``.
     """
 
     def __init__(self, sampler: Iterable, *, seed: int, rank: int, size: int) -> None:
@@ -85,7 +85,7 @@ class UserBatches(UserOrder):
 
 
 def _within(sampler: Any) -> list[Any]:
-    """Return a sampler and those in it."""
+    """Return a sampler and its nested samplers."""
     inner = [x for x in getattr(sampler, "__dict__", {}).values() if isinstance(x, data.Sampler)]
     return [sampler, *(each for x in inner for each in _within(x))]
 

@@ -24,7 +24,7 @@ class MLP(nn.Module):
 
 
 def build(input_shape, num_classes, hidden: list[int] = (128,), outputs: int = 1, image: bool = True) -> MLP:
-    """``outputs``: their number if labels are not classes; ``image``: whether three axes are those of an image."""
+    """``outputs``: how many, if labels are not classes; ``image``: whether three axes are those of an image."""
     return MLP(input_shape, num_classes or outputs, list(hidden), image)
 
 

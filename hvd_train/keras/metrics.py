@@ -1,8 +1,9 @@
-"""Metrics that average over batches: losses of several outputs, functions with one value a batch, users' means.
+"""Correct metrics that Keras averages over batches, where a batch is only a rank's part of a global one.
 
-Keras gives every batch equal weight, whatever its size, but a rank's batch is only a part of a global one. Law: each
-rank's value is weighted by its share of the global batch's samples, so that the sums over ranks are those of one
-process. Functions with a value for each sample need no correction.
+These are the losses of several outputs, functions that return one number for a batch, and means in a user's
+``train_step``. Keras gives every batch equal weight, whatever its size. Law: each rank's value is weighted by its share
+of the global batch's samples, so that the sums over ranks are those of one process. Functions with a value for each
+sample need no correction.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ Rounds = Generator[Wire, tuple[Tensor, ...], tuple[Tensor, State]]
 
 
 class Compressor(Protocol):
-    """Encodes a gradient for sending, and decodes the result; it knows no network.
+    """The encoding of a gradient for sending, and the decoding of the result, without any network.
 
     Law: input + old residual = this rank's decoded part + new residual. If sums are rounded as well, it holds for the
     sums of these over all ranks.

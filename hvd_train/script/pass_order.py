@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class PassNumbers:
-    """Numbers passes by the optimizer steps so far, so that passes without a step do not count.
+    """Numbers of passes that count optimizer steps, so that passes without a step do not matter.
 
     Ranks make equal numbers of steps, so the numbers are equal, even if one rank iterates over its data more often. A
     pass that begins after a step has another number than the one before, even if that ended early.

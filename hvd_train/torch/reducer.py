@@ -1,4 +1,4 @@
-"""Averages a user's gradients over the ranks before ``backward()`` returns."""
+"""The mean of a user's gradients over the ranks, ready when ``backward()`` returns."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HAND_FIX = (
 
 
 class Reducer:
-    """Averages gradients, running statistics and flags over the ranks, in flat buckets.
+    """The mean of gradients, running statistics and flags over the ranks, in flat buckets.
 
     A gradient is a view of its bucket from its first exchange on, as long as the user does not set it to None. Every
     bucket is exchanged after every backward pass. A mean is equal on all ranks, so averaging it again does not change

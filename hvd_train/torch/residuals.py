@@ -72,7 +72,7 @@ class Residuals:
 
 
 class GradientUse:
-    """Detects, for the residuals, whether the gradients of a pass were used in a step or discarded.
+    """The decision, for the residuals, whether the gradients of a pass were used in a step or discarded.
 
     Distributed optimizers report it. A loop may also update weights itself, clear gradients, or keep them.
     """

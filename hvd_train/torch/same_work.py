@@ -10,7 +10,7 @@ PASSES = 2  # the first passes, in which gradients are compared
 
 
 class SameWorkWarning:
-    """Compares checksums of the ranks' gradients in the first passes of a model."""
+    """The comparison of checksums of the ranks' gradients in the first passes of a model."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator

@@ -19,7 +19,7 @@ MEAN = f"{EXCHANGE_PREFIX}mean_weights/"  # prefix of the names of averages that
 
 
 class AveragedUpdate:
-    """Wraps an update whose ``diverged`` is always false, and keeps an average of its weights.
+    """A wrapper of an update, whose ``diverged`` is always false, that keeps an average of its weights.
 
     A checkpoint holds the average as the weights, and the training weights beside it.
     """

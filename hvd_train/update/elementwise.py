@@ -1,8 +1,8 @@
 """Elementwise optimizers, once for every framework, with the formulas of torch.optim.
 
-A formula takes a weight, its gradient and its slots (all of one shape), the step ``t`` (from 1, float64) and the
-learning rate. It returns what to subtract from the weight, then the new slots. ``o`` has the keys of ``optim``. Weight
-decay is an L2 term of the gradient, except for lion and schedule_free_adamw, where it is decoupled.
+A formula takes a weight, its gradient and slots (state tensors, all of one shape), the step ``t`` (from 1, float64)
+and the learning rate. It returns what to subtract from the weight, then the new slots. ``o`` has the keys of ``optim``.
+Weight decay is an L2 term of the gradient, except for lion and schedule_free_adamw, where it is decoupled.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def lion(w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimCo
 def schedule_free_sgd(
     w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops
 ) -> tuple[Tensor, ...]:
-    """z -= rate g, where the model holds y. See update/schedule_free.py, which also explains ``rate``."""
+    """z -= rate g; the model holds y. ScheduleFree (update/schedule_free.py) explains both, and passes ``rate``."""
     return _between(_decayed(w, g, o), slots[0], rate, o, ops)
 
 

@@ -26,7 +26,7 @@ class Started:
 
 
 class Exchange:
-    """Reduces gradients over ranks: call ``reduce``, or ``start`` for each bucket and then ``finish`` once.
+    """The reduction of gradients over ranks: call ``reduce``, or ``start`` for each bucket and then ``finish`` once.
 
     ``op``: "sum", "average" (only uncompressed) or "adasum" (Maleki et al. 2021, one tensor per bucket).
     Tensors of fewer than ``small`` entries, and those whose indices are in ``whole``, are sent uncompressed.

@@ -1,4 +1,4 @@
-"""Checkpoint entries of state in flat buckets that is equal on all ranks."""
+"""Checkpoint entries for flat buckets that are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_train.protocol import Cell, Entry, Model, Placement, Tensor, TensorSpec
 
 
 class FlatState:
-    """Converts flat buckets to checkpoint entries, one for each tensor, and back.
+    """The conversion of flat buckets to checkpoint entries, one for each tensor, and back.
 
     ``buckets``: indices into the front-end's specs. An entry's name is ``prefix`` and the tensor's canonical name.
     """

@@ -17,11 +17,11 @@ class MovedWeights:
         self._frontend, self._optimizer, self._buckets = frontend, optimizer, buckets
 
     def parts(self, bucket: int) -> Sequence[Tensor]:
-        """Return (n,) for each tensor of a bucket, within a step."""
+        """Return the weights of a bucket, (n,) for each tensor; within a step."""
         return self._optimizer.parts(bucket)
 
     def read(self) -> list[Tensor]:
-        """Return (n,) for each bucket, between steps."""
+        """Return the weights, (n,) for each bucket; between steps."""
         return self._frontend.flat_weights()
 
     def write(self, weights: Sequence[Tensor]) -> None:

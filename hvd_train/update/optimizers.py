@@ -1,7 +1,7 @@
 """Layer-wise optimizers for large batches, once for every framework.
 
-A formula takes one tensor's weight, gradient and slots (all of one shape), the step ``t`` (from 1, float64) and the
-learning rate. It returns what to subtract from the weight, then the new slots. ``o`` has the keys of ``optim``.
+A formula takes a weight, its gradient and slots (state tensors, all of one shape), the step ``t`` (from 1, float64)
+and the learning rate. It returns what to subtract from the weight, then the new slots. ``o`` has the keys of ``optim``.
 Norms are 2-norms over the whole tensor. Tensors of fewer than 2 dimensions (biases, scales of a normalization) have
 ratio 1 and no weight decay, as in both papers.
 

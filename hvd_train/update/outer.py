@@ -19,7 +19,7 @@ MOMENTUM, SAMPLES = f"{EXCHANGE_PREFIX}outer_momentum/", f"{EXCHANGE_PREFIX}samp
 
 
 class Outer(LocalUpdate):
-    """The update of global weights G from the ranks' weights w and n, the samples of a rank since the last outer step:
+    """Outer steps of the global weights G. A rank has weights w, and n samples since the last outer step:
 
     d = sum of n (G - w) / sum of n;  v = momentum (v + d);  G -= rate (d + v);  w = G
 

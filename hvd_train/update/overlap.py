@@ -9,7 +9,7 @@ from hvd_train import protocol
 
 
 class Overlap:
-    """Starts the exchange of each bucket as soon as the last of its gradients has arrived.
+    """An exchange that starts each bucket as soon as the last of its gradients has arrived.
 
     ``start(b)`` assembles bucket ``b`` and passes it to ``Exchange.start``. ``finish`` starts the remaining buckets:
     those with a tensor that backward does not reach, or all if ``arrived`` is not called.

@@ -255,7 +255,7 @@ class Sharded(Replicated):
 
 
 class MovedParts(MovedWeights):
-    """This rank's part of each bucket."""
+    """The weights that this rank updates: its part of each bucket."""
 
     def __init__(self, frontend: Parameters, optimizer: Optimizer, exchange: ShardedExchange) -> None:
         super().__init__(frontend, optimizer, exchange.buckets)

@@ -44,7 +44,7 @@ def content(samples: Any) -> dict[str, str]:
 
 
 class Orders:
-    """Detects whether a script shuffles lists and arrays with an entry for each sample.
+    """A check whether a script has shuffled lists and arrays with an entry for each sample.
 
     A cache that a rank fills does not count as shuffled, because its entries change.
     """

@@ -45,7 +45,7 @@ class WorkerSeeds(data.Sampler):
 
 
 class StreamShare(data.IterableDataset):
-    """Yields (samples per rank, digest of the stream so far, samples) for each batch; see shares.Plan.
+    """A stream of batches, each (samples per rank, digest of the stream so far, this rank's samples); see shares.Plan.
 
     A rest of fewer samples than ranks joins the batch before. ``key``: the seed of a pass without workers, the same on
     all ranks (workers get it with their batches).
@@ -105,7 +105,7 @@ class StreamShare(data.IterableDataset):
 
 
 class Collate:
-    """Applies the user's collate function to the samples of a part."""
+    """The user's collate function, applied to the samples of a part."""
 
     def __init__(self, collate: Callable) -> None:
         self._collate = collate

@@ -61,13 +61,13 @@ class DistributedFit:
         self.model, self.world, self.reduction, self.shard, self.seed = model, world, reduction, shard, seed
         self.optimizer, self.patches = optimizers_of(model)[0], patches
         self.draws, self.state = Draws(world), ModelState(model, world, reduction.ops)
-        # Rank 0's names: Keras' numbers of layers depend on how many a process made before.
+        # Rank 0's names: Keras numbers layers across all models of a process, so ranks may have other names.
         paths = json.loads(world.broadcast_bytes(json.dumps([v.path for v in model.variables]).encode()))
         self._paths = {id(v): path for path, v in zip(paths, model.variables, strict=True)}
         self._probed = False  # whether the user's losses and metrics have been classified
         self._steps, self._slow = 0, slow
         self.apart: LocalModel | None = None  # with local training only
-        self.turns: Callable[[Any], Any] = lambda callbacks: callbacks  # for savers, if sharded
+        self.turns: Callable[[Any], Any] = lambda callbacks: callbacks  # wraps savers, if sharded
         self._alone: list[Any] = []  # callbacks of this call that run only on rank 0
         known = {id(x) for x in optimizers_of(model)}
         inner = [x for x in model._flatten_layers() if isinstance(x, keras.Model) and x is not model]

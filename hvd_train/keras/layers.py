@@ -33,7 +33,7 @@ SHORT = 60  # characters of a setting that a message shows
 def agree_on_settings(model: Any, world: Communicator) -> None:
     """Raise ConfigError if layers' settings differ, and warn for users' attributes; on all ranks together."""
     layers = model._flatten_layers()
-    # Rank 0's names: Keras' numbers of layers depend on how many a process made before.
+    # Rank 0's names: Keras numbers layers across all models of a process, so ranks may have other names.
     names = json.loads(world.broadcast_bytes(json.dumps([x.name for x in layers]).encode()))
     # The number first: the settings below are compared layer by layer.
     agree(world, {"layers of the model": f"{len(layers)}"})

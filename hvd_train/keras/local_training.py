@@ -59,7 +59,7 @@ class LocalModel(LocalTraining):
         if wrong:
             what = f"{wrong[0].path}: {wrong[0].dtype} cannot travel"
             raise ConfigError(what, where=where, fix="keep weights in float32, as mixed_bfloat16 does", common=True)
-        # By number: Keras' names of layers depend on how many this process made before.
+        # By number: Keras numbers layers across all models of a process, so names may differ.
         variables = [
             Variable(f"{k}.{v.name}", partial(_tensor, v), v.assign) for k, v in enumerate(model.trainable_variables)
         ]

@@ -52,8 +52,8 @@ class Batches:
 
     The order changes after an optimizer's step, or a complete pass. So inspecting a batch shifts nothing, on one rank
     or on all, and a loop that ends early does not begin with the same samples again. In the mean over ranks, a batch is
-    weighted by its samples. After an epoch with steps, running statistics are averaged; a rank may make a pass without
-    steps alone.
+    weighted by its samples. After an epoch with steps, running statistics are averaged. One rank alone may make a pass
+    without steps.
     """
 
     def __init__(self, epoch: Callable[[int], Iterable], steps: int | None, batch_size: int) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hvd_train.frontends.pytorch.library_metric import library_metric
 from hvd_train.update.state import Cell, EagerControl
 
-# Entries that one thread adds up, for any number of threads.
+# Entries of a row, which one thread adds up, however many threads there are.
 ROW = 4096
 # Columns: with fewer, MKL takes up to twenty times as long for a product as for its transpose.
 THIN = 32

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvd_train.frontends.tensorflow.library_metric import library_metric
 
-# Entries that one thread adds up, for any number of threads.
+# Entries of a row, which one thread adds up, however many threads there are.
 ROW = 4096
 # Least entries per block of a flat tensor, and most blocks: each adds several operations to a graph.
 BLOCK, BLOCKS = 1 << 17, 256

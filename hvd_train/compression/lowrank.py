@@ -23,7 +23,7 @@ class PowerSGD:
         self.rank = rank
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return (n, m) that split off the first or the last axis, whichever sends less; None: send uncompressed."""
+        """Return the shape (n, m) that splits off the first or last axis, whichever sends less; None: uncompressed."""
         if len(shape) < 2:
             return None
         size = math.prod(shape)

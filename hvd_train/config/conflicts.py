@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Feature:
-    """An option: a key with ``values``, with those for which ``when`` is true, or with any but the default.
+    """Certain values of a key: ``values``, all for which ``when`` is true, or all but the default.
 
     ``words``: a name to print if key and value are not clear. Without a key it is a property of the ranks or a script.
     """

@@ -125,7 +125,7 @@ def user_frames(error: BaseException | None) -> list[traceback.FrameSummary]:
 
 
 def failed_layer(error: BaseException) -> str:
-    """Return the layer that raised in a user's torch model of only torch's layers; "" if none did."""
+    """Return the layer that raised in a user's model, if the model has only torch's layers; "" if none did."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules: list[tuple[int, Any]] = [
         (place, module)

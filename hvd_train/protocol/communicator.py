@@ -131,8 +131,8 @@ class Groups:
 
     @property
     def sums(self) -> Communicator:
-        """Return the ranks over which losses and metrics are summed: all stages need the sums, but only the last adds
-        other than zeros."""
+        """Return the ranks over which losses and metrics are summed. Only the last stage has values, but all stages
+        need the sums."""
         return self.world if self.links else self.data
 
     @property

@@ -18,7 +18,7 @@ class Field:
     The device divides it by ``divisor``, in float32, and normalizes it with ``mean`` and ``std``, if given: one number
     each, or one for each entry of the last axis. Then floats are cast to the type of the weights, integers to int64.
     ``classes``: the number of classes of a label 0, 1, ...; ``masked``: some labels are ``ignore_index``.
-    ``image``: whether the axes are (height, width, channels). By default, fields with three axes and no classes are.
+    ``image``: whether the axes are (height, width, channels); the default is True for three axes without classes.
     ``names``: the class names in order, or (). ``columns``: the names of the entries of the last axis of a table.
     ``ragged``: batches are cut along the first axis to their longest sample; shape[0] is the maximum.
     """

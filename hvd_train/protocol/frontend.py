@@ -34,7 +34,7 @@ class Model(FrontEndPart, Protocol):
     """
 
     def specs(self) -> list[TensorSpec]:
-        """List this rank's trainable, not frozen tensors, in the same order on every rank of ``groups.data``."""
+        """List this rank's trainable tensors, except frozen ones, in the same order on all ranks of ``groups.data``."""
 
     def state(self, into: Tree | None = None) -> Tree:
         """Copy the model's state: weights ``weights/NAME``, running statistics ``statistics/NAME``.

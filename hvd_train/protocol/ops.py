@@ -48,7 +48,7 @@ class Ops(Protocol):
         """Make a cell that holds a whole number for conditions, in CPU memory."""
 
     def do_if(self, condition: Any, work: Callable[[], None]) -> None:
-        """Do some work if a condition holds; in a traced graph, decided when it runs."""
+        """Run ``work`` if a condition holds, which a traced graph evaluates at run time."""
 
     def start_if(
         self, condition: Any, start: Callable[[], Callable[[], Any]], otherwise: Callable[[], Any]

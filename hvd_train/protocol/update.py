@@ -139,7 +139,7 @@ class HostSums(Protocol):
     def start(self, place: int, x: Tensor, pieces: Sequence[Sequence[tuple[int, int]]]) -> Callable[[], Tensor]:
         """Start the sum of ``x``; return a function that returns this rank's pieces of it, concatenated.
 
-        ``pieces``: [first, last) entries for each rank of this host.
+        ``pieces[k]``: the [first, last) ranges of entries for rank k of this host.
         """
 
 
@@ -197,7 +197,7 @@ class StepUpdate(Protocol):
     def buckets(self) -> Sequence[Sequence[int]]: ...
 
     def begin(self) -> None:
-        """Start the transfers that overlap with the next step; called before its backward or after the step before."""
+        """Start the transfers that overlap with the next step; called between steps."""
 
     # Call ``start`` for each bucket in any order, then ``finish`` once (``reduce`` does both), then ``step``.
     def start(self, bucket: int, gradient: Tensor) -> Any: ...

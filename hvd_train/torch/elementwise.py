@@ -70,7 +70,7 @@ def _is_plain(value: Any) -> bool:
 def _trained(
     optimizer: torch.optim.Optimizer, part_of: Callable[[torch.Tensor], torch.Tensor], device: torch.device
 ) -> list[dict[str, Any]]:
-    """Take a few steps with a copy on ``part_of`` each tensor; return {name: value} of its weight and state."""
+    """Take a few steps with a copy of the optimizer on parts of tensors; return {name: value} for each tensor."""
     clone, groups, weights = object.__new__(type(optimizer)), [], []
     state: defaultdict[Any, dict] = defaultdict(dict)
     for group in optimizer.param_groups:

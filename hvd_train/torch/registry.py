@@ -52,7 +52,7 @@ def unshared_sums() -> main_rank.UnsharedSums:
 
 
 def averaging() -> bool:
-    """Return whether gradients of any model are averaged, so its loss should be a mean over local samples."""
+    """Return whether the gradients of any model are averaged, not summed."""
     return any(reducer.average for _, reducer in distributed if reducer)
 
 

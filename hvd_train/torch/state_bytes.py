@@ -68,7 +68,7 @@ class _DigestError(Exception):
 
 
 def with_functions(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Fill in an optimizer's current functions in its state from a file."""
+    """Insert the optimizer's current functions into a state loaded from a file."""
     groups = [
         {key: now.get(key) if x is KEPT else x for key, x in group.items()}
         for group, now in zip(state["param_groups"], optimizer.param_groups, strict=False)

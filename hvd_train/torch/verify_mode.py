@@ -51,7 +51,7 @@ def prepare(recording: Recording) -> None:
 
 
 def _weight() -> tuple[float, float]:
-    """Return the weight of this rank's loss in the sum over ranks, and its part of the divisor of this sum."""
+    """Return (w, d): the global loss is the sum over ranks of w times the loss, divided by the sum of d."""
     if registry.distributed and registry.communicator().size > 1 and not registry.averaging():
         return 1.0, 1.0 / registry.communicator().size
     return passes.weight(), passes.weight()

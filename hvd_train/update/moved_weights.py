@@ -39,7 +39,7 @@ class MovedWeights:
         ]
 
     def read_from(self, prefix: str, tree: Tree) -> list[Tensor]:
-        """Return the weights like ``read``, with those under ``prefix`` in ``tree`` in place of the model's.
+        """Return the weights like ``read``, but take those under ``prefix`` in ``tree`` from there.
 
         Weights that were frozen in the run of ``tree`` are not in it; the model's are right for them.
         """

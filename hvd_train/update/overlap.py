@@ -43,7 +43,7 @@ class Overlap:
         return b
 
     def finish(self, last: int | None = None, start: Callable[[int], Any] | None = None) -> Any:
-        """Start the remaining buckets, ``last`` last, with ``start`` if given; return the result of the exchange."""
+        """Start the remaining buckets, the bucket ``last`` at the end; return the result of the exchange."""
         buckets = range(len(self._exchange.buckets))
         # The same order on all ranks for those that backward has not started.
         for b in sorted(buckets, key=lambda b: b == last):

@@ -165,7 +165,7 @@ class ShardedExchange(Exchange):
         return self.communicator.alltoall_async(parts, self._only_mates(sizes), name)
 
     def gathered(self, bucket: int) -> list[tuple[int, int]]:
-        """Return the bounds that ``gather`` collects: the whole bucket, or the mates' parts with shared memory."""
+        """Return the bounds of what ``gather`` collects: with shared memory the mates' parts, else the whole bucket."""
         if not self.sums:
             return [(0, sum(self.parts[bucket]))]
         return [self._bounds(bucket, rank) for rank in self._mates]
@@ -220,8 +220,8 @@ class Sharded(Replicated):
         self.host.barrier("weights")
 
     def _gather(self) -> None:
-        """Gather the other ranks' new weights, one bucket while the one before is copied: all at once would need
-        the weights' memory twice."""
+        """Gather the other ranks' new weights. One bucket is in flight while the one before is copied, because all
+        at once would take twice the memory of the weights."""
         before = None
         for bucket in range(len(self.buckets)):
             handle = self._parts.gather(bucket, self.frontend.ops.concat(self._sharded.parts(bucket)))

@@ -136,7 +136,7 @@ def failed_layer(error: BaseException) -> str:
         return ""
     (start, model), (_, layer) = modules[0], modules[-1]
     if any(frame.f_code.co_filename.startswith(NOT_OF_USER) for frame in frames[start:]):
-        return ""  # a fault of ours
+        return ""  # the error is in this package
     path = next((name for name, module in model.named_modules() if module is layer), "")
     shown = repr(layer) if "\n" not in repr(layer) else type(layer).__name__
     return f"in layer {path} of {type(model).__name__}: {shown}" if path else f"in {shown}"

@@ -34,7 +34,7 @@ class AveragedUpdate:
         self._statistics: Tree = {}  # running statistics of the weights that the model does not hold now
         self._received: Tree = {}  # from a checkpoint: averages that are not ready
 
-    # ---- what the average is
+    # ---- what differs from the wrapped update
 
     def before_step(self, step: int, samples: int) -> None:
         self._statistics = {}  # a resumed run ends with another average than its checkpoint's
@@ -111,7 +111,7 @@ class AveragedUpdate:
             self._statistics = self._model.running_statistics() if other else {}
         self.update.load(tree, placement)
 
-    # ---- what the update is
+    # ---- what is passed on to the wrapped update
 
     @property
     def diverged(self) -> bool:

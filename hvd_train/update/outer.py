@@ -64,7 +64,7 @@ class Outer(LocalUpdate):
         """Divide the weights into fragments, which synchronize one at a time, as indices into the specs."""
         return [range(len(frontend.specs()))]
 
-    # ---- when
+    # ---- when to synchronize
 
     def before_step(self, step: int, samples: int) -> None:
         local = step > self.synchronous

@@ -66,7 +66,7 @@ class Streaming(Outer):
             min(parts, key=lambda part: sum(specs[j].size for j in part)).append(i)
         return parts
 
-    # ---- when
+    # ---- when to synchronize
 
     def _after_local_step(self, step: int) -> None:
         self.diverged = True
@@ -96,7 +96,7 @@ class Streaming(Outer):
         (fragment, wait), self._part = self._part, None
         self._put[fragment](*wait())
 
-    # ---- how
+    # ---- the outer step of a fragment
 
     def _start(self, buckets: Sequence[int], *deltas: Tensor) -> list[Tensor]:
         return [self._joint.start(b, delta, ()) for b, delta in zip(buckets, deltas, strict=True)]

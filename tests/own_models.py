@@ -259,6 +259,19 @@ def wrong_shape(input_shape, num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(input_shape)), 2 * num_classes), nn.Unflatten(1, (2, -1)))
 
 
+def pytorch_softmax(input_shape, num_classes):
+    import torch.nn as nn
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(input_shape)), num_classes), nn.Softmax(-1))
+
+
+def keras_softmax(input_shape, num_classes):
+    import keras
+
+    layers = [keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(num_classes, activation="softmax")]
+    return keras.Sequential(layers)
+
+
 def pytorch_sigmoid(input_shape, last=True):
     import torch.nn as nn
 

@@ -88,7 +88,7 @@ def load(folder: Path) -> Sweep:
         for number, one in enumerate(content["trials"]):
             run_dir = folder / f"trial-{number:03d}"
             trials.append(Trial(number, one["values"], load_config(run_dir / CONFIG, run_dir=str(run_dir))))
-        return Sweep(folder, trials, [Rung(*rung) for rung in content["rungs"]], content["repeats"])
+        return Sweep(folder, trials, [Rung(*rung) for rung in content["rungs"]], tuple(content["repeats"]))
     except FileNotFoundError as error:
         raise ConfigError("the folder holds no sweep", where=str(folder), fix="give the --run-dir of one") from error
     except (OSError, ValueError, KeyError, TypeError) as error:

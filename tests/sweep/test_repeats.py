@@ -65,7 +65,7 @@ def test_combinations_are_compared_by_their_mean(tmp_path):
     assert first.means["val_loss"] == (3.0, statistics.stdev([1.0, 5.0, 3.0])) and second.means["val_loss"][0] == 2.5
     assert best_group(sweep).values == {"optim.lr": 0.2}, "not that of the luckiest trial"
     assert shown(sweep)[1] == [["0.1", "3", "3.0000 ± 2.0000"], ["0.2", "3", "2.5000 ± 0.1000"]]
-    assert load(tmp_path).repeats == ["seed"]
+    assert load(tmp_path).repeats == ("seed",)
 
 
 @pytest.mark.parametrize(("losses", "stars"), [([1.0, 5.0, 3.5, 2.0], [3.5, 2.0]), ([None, 2.0, None, 3.0], [2.0])])

@@ -211,7 +211,7 @@ def variables(place: Place, address: str, port: int, token: str, network: str) -
 
 
 def places(slots: Mapping[str, int], size: int) -> list[Place]:
-    """Assign ranks to hosts, filled one after the other."""
+    """Assign ranks to hosts: fill all slots of a host before the next one."""
     counts: dict[str, int] = {}
     for host, count in slots.items():
         counts[host] = min(count, size - sum(counts.values()))

@@ -47,7 +47,7 @@ class PassFlags:
         sent[self._count + NONFINITE] = value
 
     def summary(self, sums: torch.Tensor) -> PassSummary:
-        """Read the flags of the whole pass. This synchronizes with a GPU."""
+        """Read the flags of the whole pass. On a GPU this waits for its queued work."""
         nonfinite, late, failed, check, *buffers = sums[self._count :].tolist()
         return PassSummary(nonfinite, late, failed, check, buffers)
 

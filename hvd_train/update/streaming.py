@@ -91,7 +91,7 @@ class Streaming(Outer):
         self._part = fragment, self._send[fragment](*self._take[fragment](self._share(fragment)))
 
     def _arrive(self) -> None:
-        """Wait for the d in flight, and use it."""
+        """Wait for the averaged change in flight, and apply it to its fragment."""
         assert self._part
         (fragment, wait), self._part = self._part, None
         self._put[fragment](*wait())
@@ -114,7 +114,7 @@ class Streaming(Outer):
         return self._part is not None
 
     def finish_transfers(self) -> None:
-        """Wait for the d in flight; it is still used at its own step."""
+        """Wait for the averaged change in flight. It is applied later, at its own step."""
         if self._part:
             fragment, wait = self._part
             self._part = fragment, _result(wait())

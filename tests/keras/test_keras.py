@@ -385,7 +385,7 @@ hk.distribute(model).fit(np.zeros((40, 4)), np.zeros((40, 1)), verbose=0, callba
 def test_a_callback_of_rank_0_that_predicts_is_named_at_once(tmp_path):
     """It waited for the other rank until a limit of the launcher, and no callback was named."""
     (tmp_path / "script.py").write_text(WRITER)
-    run = launch(2, "mpirun", [str(tmp_path / "script.py")])
+    run = launch(2, "mpirun", [str(tmp_path / "script.py")], tmp_path)
     output = run.stdout + run.stderr
     what = "error[rank 0]: the callback Board writes files, so it acts on rank 0 alone, and calls model.predict"
     assert run.returncode == 2 and what in output and "Traceback" not in output, output[-3000:]

@@ -147,7 +147,7 @@ class Running:
         if engine.exchange:
             work += ["--exchange", json.dumps(engine.exchange)]
         env = environment() | {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
-        env["PYTHONPATH"] = str(engine.root)
+        env["PYTHONPATH"] = os.pathsep.join([str(engine.root), str(program.parent)])  # ranks run with "python -P"
         env |= KERNELS  # the others get them too: the exchange is compared
         # Ranks that wait for their turn are neither stalled nor lost.
         env |= {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "36000"}

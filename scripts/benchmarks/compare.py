@@ -42,7 +42,7 @@ LARGE = {"ours", "ours again", "DDP", "MultiWorker", "copies", "one process"}  #
 # Engines that wait at the same time as ours: they must fit into memory (the MLP: 2 GB for two ranks).
 TOGETHER = dict.fromkeys(MODELS, 20) | {"mlp": 6, "bert": 2, "pyramidnet": 2}
 TOLERANCE = 2e-3  # relative, of the first losses: float32 with sums in another order
-PAIRS_A_START = 10  # rounds of ours and before, without a restart
+PAIRS_A_START = 2  # rounds of ours and before, without a restart
 TICK = os.sysconf("SC_CLK_TCK")
 
 

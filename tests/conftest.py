@@ -48,6 +48,7 @@ QUICK = (
     "sweep/test_repeats",
     "verify/test_difference",
     "test_faults",
+    "test_planted_faults",
     "test_files",
 )
 # The longest first, so that both workers end at about the same time.

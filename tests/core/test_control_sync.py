@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import time
 
 import pytest
@@ -260,3 +261,27 @@ def test_the_ranks_sync_after_each_slow_step(clock):
         clock[0] += 3.0
         assert sync.due()
         sync.sync(None)
+
+
+def test_all_ranks_sync_after_the_same_iterations_whatever_their_clocks_say(monkeypatch):
+    class Clocks(threading.local):
+        now = 0.0
+
+        def monotonic(self):
+            return self.now
+
+    clocks = Clocks()
+    monkeypatch.setattr(control_sync, "time", clocks)
+
+    def work(communicator):
+        sync, synced = ControlSync(communicator), []
+        for turn in range(1, 100):
+            clocks.now += 0.01 * (1 + communicator.rank)
+            due = sync.due()
+            assert communicator.everyone(due) == [due] * 3
+            if due:
+                sync.sync(None)
+                synced.append(turn)
+        return synced
+
+    assert len(run_ranks(3, work)[0]) > 5

@@ -12,6 +12,7 @@ from hvd_train.config import load_config
 from hvd_train.frontends.host_memory import VARIABLE, HostMemory
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Packing, TensorSpec
+from hvd_train.update.clip import Clip
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.optimizers import lamb, lars, side_by_side, whole
 from hvd_train.update.sharded import ShardedExchange, part_sizes, pieces
@@ -73,15 +74,20 @@ def test_layerwise_formulas_over_parts_give_what_they_give_over_whole_tensors(na
 
 @pytest.mark.parametrize(("ranks", "together"), [(4, 2), (6, 2), (6, 3), (3, 3)])
 def test_hosts_send_each_other_what_their_ranks_have_in_common(monkeypatch, ranks, together):
-    """Each rank receives its part of the sum over all, and the weights of those that have its place."""
+    """Each rank receives its part of the clipped sum over all, and the weights of those that have its place."""
     monkeypatch.setenv(VARIABLE, str(together))
     specs = [TensorSpec(str(i), shape, "float64") for i, shape in enumerate([(50, 3), (70,), (1,), (40, 2), (2,)])]
     rng = np.random.default_rng(0)
     gradients = [[rng.standard_normal(spec.shape) for spec in specs] for _ in range(ranks)]
+
+    def sharded(communicator, clip=None):
+        packing = Packing(1 << 10, 1 << 9)
+        return ShardedExchange(Exchange(specs, packing, Uncompressed(), communicator, NumpyOps(), clip))
+
     sent = []  # (entries to others, entries in all) of each transfer of rank 0
 
     def work(communicator):
-        exchange = ShardedExchange(Exchange(specs, Packing(1 << 10, 1 << 9), Uncompressed(), communicator, NumpyOps()))
+        exchange = sharded(communicator, Clip(0.05))
         host = HostMemory.of(communicator, lambda memory, *where: np.frombuffer(memory, *where))
         exchange.share(host)
         alltoall = communicator.alltoall_async
@@ -99,9 +105,9 @@ def test_hosts_send_each_other_what_their_ranks_have_in_common(monkeypatch, rank
         return parts, came, [exchange.gathered(b) for b in range(len(flats))]
 
     of_ranks = run_ranks(ranks, work)
-    whole_exchange = ShardedExchange(Exchange(specs, Packing(1 << 10, 1 << 9), Uncompressed(), Serial(), NumpyOps()))
-    flats = whole_exchange.to_buckets([sum(of_rank) for of_rank in zip(*gradients, strict=True)])
-    for b, total in enumerate(flats):
+    flats = sharded(Serial()).to_buckets([sum(of_rank) for of_rank in zip(*gradients, strict=True)])
+    norm = np.linalg.norm(np.concatenate(flats))
+    for b, total in enumerate(x * 0.05 / (norm + 1e-6) for x in flats):
         np.testing.assert_allclose(np.concatenate([parts[b] for parts, *_ in of_ranks]), total, rtol=1e-12)
         for _, came, bounds in of_ranks:
             assert len(bounds[b]) == ranks // together

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from hvd_train.data.manifest import summary as manifest_summary
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.launch.start import environment
 from tests.limits import SECONDS
+from tests.rank_threads import run_ranks
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -90,6 +93,21 @@ def test_same_samples(kind, shard_bytes, tmp_path, monkeypatch, photos):
     same(own.val, packed.val)
     packing.check(tmp_path / "packed", packing.Alone())
     assert bool(list((tmp_path / "packed").glob("*-00001.npy"))) == (shard_bytes == 200)
+
+
+def test_shards_of_several_ranks_keep_the_order_of_samples(tmp_path, monkeypatch):
+    """Each rank writes every second one."""
+    monkeypatch.setattr(packing, "SHARD_BYTES", 50)
+    config = DataConfig(**npz(tmp_path)[0])
+
+    def work(ranks):
+        world = SimpleNamespace(rank=ranks.rank, size=ranks.size, allgather=ranks.everyone)
+        catalog.pack(config, TaskConfig(), tmp_path / "packed", world)
+
+    run_ranks(2, work)
+    packed = catalog.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")))
+    same(catalog.open_data(config).train, packed.train)
+    assert list((tmp_path / "packed").glob("train-*-00005.npy"))
 
 
 def test_a_test_part_and_what_is_skipped_are_packed(tmp_path):
@@ -224,75 +242,18 @@ for name, path in (("imagefolder", sys.argv[1]), ("packed", sys.argv[2])):
     assert digests[0] == digests[1] and digests[0]
 
 
-HOLDER = """
-import re, sys
-from hvd_train.config import DataConfig
-from hvd_train.data.catalog import open_data
-
-def shared_with_others(path):
-    # Of the file and of what is this process' own: libraries are shared with whatever else runs.
-    total = 0
-    for mapping in re.split("^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read(), flags=re.M)[1:]:
-        words = mapping.splitlines()[0].split()
-        if len(words) < 6 or words[5] == "[heap]" or words[5].startswith(path):
-            rss, pss = (int(re.search(rf"^{kind}:\\s+(\\d+)", mapping, re.M)[1]) for kind in ("Rss", "Pss"))
-            total += rss - pss
-    return total
-
-train = open_data(DataConfig(name=sys.argv[1], path=sys.argv[2])).train
-for _ in range(2):  # again when both have read all: the kernel may have taken pages back
-    found = [train.fetch([k]) for k in range(len(train))][-1]
-    print("read", flush=True)
-    sys.stdin.readline()
-print(shared_with_others(sys.argv[2]), flush=True)
-sys.stdin.readline()
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="shares of memory are told by Linux alone")
-def test_ranks_of_a_host_share_one_copy(tmp_path):
-    """Of 64 MiB that two processes have read each holds half; of an npz file all."""
-    numbers = np.zeros((64, 1 << 18), np.float32)
-    np.savez(tmp_path / "own.npz", train_x=numbers, train_y=np.arange(64) % 2, val_x=numbers[:1], val_y=[0])
-    config = DataConfig(name="npz", path=str(tmp_path / "own.npz"))
-    catalog.pack(config, TaskConfig(), tmp_path / "packed", packing.Alone())
-    shared = {}
-    for name, path in (("npz", "own.npz"), ("packed", "packed")):
-        line = [sys.executable, "-c", HOLDER, name, str(tmp_path / path)]
-        both = [subprocess.Popen(line, stdin=-1, stdout=-1, text=True, env=PYTHON) for _ in range(2)]
-        for _ in range(2):
-            assert [one.stdout.readline() for one in both] == ["read\n"] * 2
-            for one in both:
-                one.stdin.write("\n")
-                one.stdin.flush()
-        shared[name] = []
-        for one in both:
-            shared[name].append(int(one.stdout.readline()) / 1024)
-        for one in both:
-            one.communicate(timeout=SECONDS)
-    assert all(28 < mebibytes < 36 for mebibytes in shared["packed"]), shared
-    assert all(mebibytes < 4 for mebibytes in shared["npz"]), shared
-
-
-@pytest.mark.long("50 000 files")
-def test_fifty_thousand_images(tmp_path):
-    """Two ranks pack them, each image once and none changed."""
-    pixels = RNG.integers(0, 256, (50_000, 8, 8), np.uint8)
-    for k, image in enumerate(pixels):
-        place = tmp_path / "photos" / str(k % 100)
-        place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(place / f"{k:05}.png", compress_level=0)
-    line = [*MPIRUN, str(BIN / "hvd-train"), "data", "pack", str(tmp_path / "photos"), str(tmp_path / "packed")]
-    done = subprocess.run(line, env=PYTHON, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 0 and "packed 40,000 training and 10,000 validation samples" in done.stdout, done
-    packing.check(tmp_path / "packed", packing.Alone())
-    data = catalog.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")))
-    found = []
-    for part in (data.train, data.val):
-        inputs, labels = part.fetch(np.arange(len(part)))
-        assert np.array_equal(np.bincount(labels["label"]).nonzero()[0], np.arange(100))
-        found += [row.tobytes() for row in inputs["input"]]
-    assert sorted(found) == sorted(row.tobytes() for row in pixels)
+def test_packed_samples_stay_on_disk(tmp_path):
+    """So ranks of a host share one copy, in the kernel's cache."""
+    np.savez(tmp_path / "own.npz", x=np.zeros((64, 1 << 14), np.float32), y=np.arange(64) % 2)
+    catalog.pack(
+        DataConfig(name="npz", path=str(tmp_path / "own.npz")), TaskConfig(), tmp_path / "packed", packing.Alone()
+    )
+    tracemalloc.start()
+    train = catalog.open_data(DataConfig(name="packed", path=str(tmp_path / "packed"))).train
+    train.fetch(np.arange(3))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20 < sum(file.stat().st_size for file in (tmp_path / "packed").iterdir())
 
 
 def weights(run_dir):

@@ -101,10 +101,8 @@ def pass_all(host: str) -> None:
     ("launcher", "each", "stopped"),
     [
         ("mpirun", 1, [1]),
-        pytest.param("mpirun", 1, [0], marks=WAITS),
         pytest.param("mpirun", 2, [2, 3], marks=WAITS),
         pytest.param("mpirun itself", 2, [3], marks=WAITS),
-        pytest.param("horovodrun", 2, [2], marks=WAITS),
         pytest.param("horovodrun", 1, [0], marks=WAITS),
     ],
 )
@@ -119,25 +117,6 @@ def test_a_stopped_rank_is_named_with_its_host(network, tmp_path, launcher, each
     assert code == 5 and len(errors) == 1 and errors[0].startswith(told), errors
     assert errors[0].endswith("; --resume auto goes on")
     job.leaves_nothing()
-
-
-@WAITS
-@FILTER
-@pytest.mark.parametrize(
-    ("launcher", "dropping"),
-    [("mpirun", 1), ("mpirun", 0), ("mpirun itself", 1), ("horovodrun", 1)],
-)
-def test_all_ports_but_ssh_are_dropped_in_a_training(network, tmp_path, launcher, dropping):
-    job = Job(network, tmp_path, launcher, 1)
-    network.only_ssh(network.hosts[dropping])
-    try:
-        code, errors = job.end()
-        told = f"error: host {network.hosts[1]} (rank 1) does not answer: nothing was heard for {LIMIT} s; in "
-        assert len(errors) == 1 and errors[0].startswith(told), errors
-        assert code == (-signal.SIGKILL if launcher == "mpirun itself" else 5)
-        job.leaves_nothing()
-    finally:
-        network.all_ports(network.hosts[dropping])
 
 
 @WAITS

@@ -165,6 +165,12 @@ def test_the_server_keeps_what_gloo_asks_for_and_turns_strangers_away(step):
     assert make_secret().decode() not in opened.token
 
 
+@pytest.mark.parametrize(("tasks", "address"), [("3", "127.0.0.1"), ("2,1", "0.0.0.0")])
+def test_a_step_of_one_node_is_heard_there_alone(step, monkeypatch, tasks, address):
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+    assert open_server(World(0, 3, 0, 2, "srun")).server_address[0] == address
+
+
 def slow_connections(port: int, count: int) -> list[socket.socket]:
     """Each has begun a request, and says no more."""
     held = [socket.create_connection(("127.0.0.1", port), timeout=SECONDS) for _ in range(count)]

@@ -169,6 +169,22 @@ def test_a_signal_ends_the_job(number, ranks, code):
     assert not inner.is_running() or inner.status() == psutil.STATUS_ZOMBIE
 
 
+EARLY = """
+import os, signal
+from hvd_train.launch import process
+pumps = process._pumps
+process._pumps = lambda *given: os.kill(os.getpid(), signal.SIGTERM) or pumps(*given)
+print(process.run(["sleep", "20"], os.environ)[:2])
+"""
+
+
+def test_a_signal_while_the_launcher_starts_ends_the_job():
+    """Before the handler knows of it."""
+    line = [sys.executable, "-c", EARLY]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert done.stdout == "(143, [15])\n"
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "srun"])
 def test_ranks_outlive_the_reader_of_their_output(tmp_path, launcher):
     tool = tmp_path / launcher

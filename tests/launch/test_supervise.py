@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch.launchers.base import Launcher
 from hvd_train.launch.launchers.installed import python
 from hvd_train.launch.launchers.mpirun import Mpirun
-from hvd_train.launch.status import StatusTable
+from hvd_train.launch.status import RankStatus, StatusTable
 from hvd_train.launch.supervise import _cause, _going_on, supervise
 from hvd_train.launch.watchdog import DEAD, Watchdog, state
 from tests.limits import SECONDS
@@ -141,6 +142,14 @@ def test_ranks_that_ended_unseen_are_named_together():
         assert (cause.what, cause.rank, cause.code) == ("rank 0 or 1 was ended by SIGKILL", None, 5)
         assert _cause(table, {0: 5.0, 1: 4.0}, 128 + signal.SIGKILL).rank == 1
         assert _cause(table, {}, 1).what == "the launcher ended with code 1, before any rank had begun"
+
+
+def test_a_rank_that_noticed_a_loss_is_not_its_cause():
+    """Although it reported before the watching process saw the other one's end."""
+    noticed = RankStatus(1, 7, "training", {"code": 5, "time": 1.0, "line": "rank 1 was lost", "lost": True}, 3, "")
+    killed = RankStatus(2, 7, "training", {}, 3, "")
+    table = SimpleNamespace(ranks=2, read=[noticed, killed].__getitem__)
+    assert _cause(table, {0: 1.5, 1: 2.0}, 128 + signal.SIGKILL).rank == 1
 
 
 def test_a_launcher_that_waits_for_the_others_is_not_waited_for(run):

@@ -113,15 +113,6 @@ def test_the_shell_of_a_task_among_several_starts_ranks_on_its_host(cluster):
     assert not (cluster.folder / "alone").exists()
 
 
-@pytest.mark.long("the ranks meet as in the other tests, and mpirun over three hosts shows the doctor's tables")
-def test_the_doctor_sees_both_nodes(cluster):
-    done = srun(cluster, *NODES, "hvd-train", "doctor")
-    assert done.code == 0 and done.err == "", done.err
-    rows = done.out.splitlines()
-    assert [row.split()[:2] for row in rows[1:3]] == [["node1", "1"], ["node2", "1"]]
-    assert rows[-1] == "no difference between 2 hosts"
-
-
 def test_two_commands_in_a_step_and_two_steps_at_once(cluster):
     """The second command of a step meets the server of the first one, or what is left of it, at its port."""
     line = f"python {HERE / 'meet.py'} && python {HERE / 'meet.py'}"
@@ -229,16 +220,6 @@ def test_rank_0_is_not_on_the_first_node(apart, layout, does, code):
     assert {row["HOROVOD_GLOO_IFACE"] for row in done.rows()} == {"eth0"}
 
 
-@pytest.mark.long("the ranks meet as above, and exchange as on any two hosts")
-def test_an_own_script_with_rank_0_on_the_last_node(apart):
-    a, b = apart.nodes
-    file = apart.folder / "two"
-    file.write_text(f"{b}\n{a}\n")
-    line = ["-n", "2", *NODES, "-m", "arbitrary", "python", str(HERE / "own_torch.py")]
-    done = srun(apart, *line, SLURM_HOSTFILE=str(file))
-    assert done.code == 0 and done.out.count("sum 3.0 of 2") == 2, done.out + done.err
-
-
 # ---- training
 
 
@@ -308,31 +289,6 @@ def test_the_guides_commands(cluster, tmp_path, expected):
     assert trained == 3 and printed.count("sum 3.0 of 2") == 4 and "module load cuda/12.4" in job_output(tmp_path, job)
 
 
-@pytest.mark.long("the step is that of a plain srun, and its command line has a test of its own")
-def test_a_step_that_fit_starts_itself(cluster, tmp_path, expected):
-    line = ["salloc", *NODES, "-n", "2", "hvd-train", "fit", "--launcher", "srun", "--nnodes", "2"]
-    line += ["--nproc-per-node", "1", *settings(tmp_path / "run", "framework=pytorch")]
-    own = variables(cluster)
-    run = subprocess.run(
-        line, cwd=cluster.folder, env=own, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert summary(tmp_path / "run")["weights_sha256"] == expected("pytorch")
-
-
-@pytest.mark.long("the ranks start as those of fit do")
-def test_ways_to_train_are_compared_in_an_allocation(cluster, tmp_path):
-    line = ["salloc", *NODES, "-n", "2", "hvd-train", "modes", "--launcher", "srun", "-np", "2", "--turns", "1"]
-    line += ["--modes", "synchronous,sharded", "--steps", "16", "-c", str(TINY), "--set", f"run_dir={tmp_path}/run"]
-    own = variables(cluster)
-    run = subprocess.run(
-        line, cwd=cluster.folder, env=own, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert [row.split()[0] for row in run.stdout.splitlines()[1:3]] == ["synchronous", "sharded"]
-    assert "cannot run" not in run.stdout and not [*tmp_path.iterdir()]
-
-
 @pytest.mark.long("signals of ranks have tests under the other launchers")
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_step_that_fit_starts_is_saved_at_a_signal(cluster, tmp_path, sent, code):
@@ -388,23 +344,6 @@ def test_a_lost_rank_ends_the_others(cluster, tmp_path):
     out, err = started.communicate(timeout=SECONDS)
     assert started.returncode == 128 + signal.SIGKILL and "error[rank 0]: rank 1 on host node2 was lost" in err, err
     assert "done:" not in out
-
-
-@pytest.mark.long("waits for the limit; the rules have unit tests")
-def test_a_stopped_rank_is_named_with_its_host(cluster, tmp_path):
-    more = ["--set", "max_epochs=4000", "--set", "watchdog_s=10"]
-    line = ["srun", *NODES, "-n", "2", "hvd-train", "fit", *settings(tmp_path / "run"), *more]
-    started = subprocess.Popen(line, env=variables(cluster), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    stop = time.monotonic() + SECONDS
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and started.poll() is None and time.monotonic() < stop:
-        time.sleep(0.1)
-    time.sleep(3)
-    rank = [p for p in cluster.steps() if "fit" in p.cmdline() and p.environ().get("SLURM_PROCID") == "1"]
-    rank[-1].send_signal(signal.SIGSTOP)
-    _, err = started.communicate(timeout=SECONDS)
-    lines = [row for row in err.splitlines() if row.startswith("error")]
-    assert started.returncode == 5 and len(lines) == 1, err
-    assert lines[0].startswith("error: rank 1 on host node2 is stopped (SIGSTOP), for more than 10 s; in "), err
 
 
 # ---- user scripts
@@ -509,23 +448,6 @@ def test_a_job_that_saved_in_time_is_started_again_and_ends_with_the_same_bits(c
     env = {**environment(), "OMP_NUM_THREADS": "1"}
     assert subprocess.run(line, env=env, capture_output=True, timeout=SECONDS, check=False).returncode == 0
     assert summary(tmp_path / "run")["weights_sha256"] == summary(tmp_path / "whole")["weights_sha256"]
-
-
-@pytest.mark.long("as above, for a rank that was killed")
-def test_a_job_that_lost_a_rank_is_started_again(cluster, tmp_path):
-    own = settings(tmp_path / "run", "optim.lr=0.01", "max_epochs=60", "checkpoint.every_n_steps=10")
-    job = submit(cluster, tmp_path, "--nodes", "2", "--requeue", "1", *own).stdout.strip()
-    cluster.wait_for(lambda: (tmp_path / "run" / "checkpoints" / "step-00000020").exists(), SECONDS)
-    rank = [p for p in cluster.steps() if "fit" in p.cmdline() and p.environ().get("SLURM_PROCID") == "1"]
-    rank[-1].send_signal(signal.SIGKILL)
-    # For two minutes Slurm holds the job back. They are needed: the end of the script before would count as this one's.
-    cluster.wait_for(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", job))
-    end, told = cluster.end_of(job), job_output(tmp_path, job)
-    assert end == "COMPLETED", told
-    assert "rank 1 on host node2 was lost" in told and told.count("done: ") == 1, told
-    plain = submit(cluster, tmp_path, "--", "sleep", "60").stdout.strip()
-    assert "Requeue=0" in cluster.run("scontrol", "show", "job", plain)
-    cluster.run("scancel", plain)
 
 
 def test_submit_mistakes_are_one_line(cluster, tmp_path):

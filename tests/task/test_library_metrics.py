@@ -131,63 +131,77 @@ def test_any_partition_gives_the_number_of_keras(name, options, traced):
         assert found(task, call, ops, outputs, labels, cuts) == pytest.approx(wanted, rel=1e-5)
 
 
-def curve():
-    import torchmetrics
+NO_SUM = "its state after several samples is not the sum of its states after each; task.metrics: own_task:metric"
+NAME = ".*; name the function that"
+IMAGES = Field((16, 16), "float32")
+REFUSED = [  # a metric of TorchMetrics or Keras, its labels (of classes, unless said), the message
+    (
+        lambda t: t.AUROC("multiclass", num_classes=CLASSES),
+        None,
+        r"MulticlassAUROC keeps a list of all outputs \(preds, target\); .*metric; take a form that counts: ",
+    ),
+    (lambda t: t.PearsonCorrCoef(), None, "PearsonCorrCoef: the state mean_x is not a sum; task.metrics: own_task:met"),
+    (
+        lambda t: t.F1Score("multiclass", num_classes=CLASSES, average="none"),
+        None,
+        "its result failed: .*; it must give one number, for example a macro average",
+    ),
+    # Its formula takes the range of the data from the batch.
+    (lambda t: of_images(t.image.StructuralSimilarityIndexMeasure), IMAGES, NO_SUM),
+    (lambda t: t.MeanMetric(), None, f"MeanMetric does not compare outputs with labels; {NAME}"),
+    (
+        lambda t: t.MetricCollection([t.R2Score()]),
+        None,
+        "MetricCollection holds several metrics; .*; name each of",
+    ),
+    (lambda t: t.CohenKappa, None, r"cannot be made without arguments: .*metric = CohenKappa\(\.\.\.\)"),
+    (lambda _: keras_metric("F1Score"), None, "metrics of keras are for framework: tensorflow; task.metrics: own_task"),
+]
 
-    return torchmetrics.AUROC("multiclass", num_classes=CLASSES)
 
-
-def correlation():
-    import torchmetrics
-
-    return torchmetrics.PearsonCorrCoef()
-
-
-def of_each_class():
-    import torchmetrics
-
-    return torchmetrics.F1Score("multiclass", num_classes=CLASSES, average="none")
-
-
-def largest():
-    import torch
-    import torchmetrics
-
-    class Largest(torchmetrics.Metric):
-        def __init__(self):
-            super().__init__()
-            self.add_state("largest", torch.tensor(0.0), dist_reduce_fx="sum")
-
+def of_images(kind):
+    class OfRows(kind):
         def update(self, outputs, labels):
-            self.largest = torch.maximum(self.largest, 1 + outputs.abs().max())
+            super().update(outputs[:, None], labels[:, None])
 
-        def compute(self):
-            return self.largest
+    return OfRows()
 
-    return Largest()
+
+def keras_metric(name):
+    import keras
+
+    return getattr(keras.metrics, name)()
+
+
+@pytest.mark.parametrize(("make", "label", "told"), REFUSED)
+def test_what_is_no_sum_of_torchmetrics_is_refused(make, label, told):
+    ops = torch_ops()
+    import torchmetrics
+
+    with pytest.raises(ConfigError, match=told):
+        made(make(torchmetrics), ops, label=label)
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("name", "label", "told"),
     [
-        (curve, r"MulticlassAUROC keeps a list of all outputs \(preds, target\); .*metric; take a form that counts: "),
-        (correlation, "PearsonCorrCoef: the state mean_x is not a sum; task.metrics: own_task:metric; write a func"),
-        (of_each_class, "its result failed: .*; it must give one number, for example a macro average"),
-        (largest, "its state after several samples is not the sum of its states after each; task.metrics: own_task:m"),
+        ("Mean", None, f"Mean does not compare outputs with labels; {NAME}"),
+        # They take the largest label of the batch for the class of all its samples.
+        ("CategoricalAccuracy", None, NO_SUM),
+        ("SparseCategoricalAccuracy", Field((), "float32"), NO_SUM),
     ],
 )
-def test_what_is_no_sum_is_refused(make, told):
-    ops = torch_ops()
-    with pytest.raises(ConfigError, match=told):
-        made(make(), ops)
-
-
-def test_a_mean_of_keras_alone_is_refused():
+def test_what_is_no_sum_of_keras_is_refused(name, label, told):
     ops = keras_ops()
-    import keras
+    with pytest.raises(ConfigError, match=told):
+        made(keras_metric(name), ops, label=label)
 
-    with pytest.raises(ConfigError, match="Mean does not compare outputs with labels; .*; name the function that"):
-        made(keras.metrics.Mean(), ops)
+
+def test_a_metric_of_torchmetrics_is_not_for_keras():
+    ops = keras_ops()
+    torchmetrics = pytest.importorskip("torchmetrics")
+    with pytest.raises(ConfigError, match="metrics of torchmetrics are for framework: pytorch"):
+        made(torchmetrics.PearsonCorrCoef(), ops)
 
 
 def test_logits_between_0_and_1_are_logits_in_each_part():
@@ -253,23 +267,6 @@ def test_places_and_samples_without_a_label_do_not_count(library, shape):
         assert found(task, task, ops, outputs, labels, cuts) == pytest.approx(wanted, rel=1e-6)
 
 
-def similarity():
-    """Its formula takes the range of the data from the batch."""
-    import torchmetrics
-
-    class OfRows(torchmetrics.image.StructuralSimilarityIndexMeasure):
-        def update(self, outputs, labels):
-            super().update(outputs[:, None], labels[:, None])
-
-    return OfRows()
-
-
-def test_a_formula_that_looks_at_the_whole_batch_is_refused():
-    ops = torch_ops()
-    with pytest.raises(ConfigError, match="its state after several samples is not the sum of its states after each"):
-        made(similarity(), ops, label=Field((16, 16), "float32"))
-
-
 def test_what_is_no_sum_is_refused_where_the_model_gives_zeros():
     ops = keras_ops()
     import keras
@@ -313,17 +310,6 @@ def test_losses_of_keras_get_the_labels_first():
         assert found(task, task, ops, outputs, labels, [7]) == pytest.approx(factor * wanted, rel=1e-5)
 
 
-def test_labels_of_another_form_than_the_metric_takes_are_refused():
-    """It takes the largest label of the batch for the class of all its samples."""
-    ops = keras_ops()
-    import keras
-
-    with pytest.raises(ConfigError, match="its state after several samples is not the sum of its states after each"):
-        made(keras.metrics.CategoricalAccuracy(), ops)
-    with pytest.raises(ConfigError, match="its state after several samples is not the sum of its states after each"):
-        made(keras.metrics.SparseCategoricalAccuracy(), ops, label=Field((), "float32"))
-
-
 def test_a_loss_of_keras_that_compares_samples_is_told():
     ops = keras_ops()
     import keras
@@ -339,39 +325,3 @@ def test_functions_of_pytorch_may_give_half_numbers_and_arrays():
     for metric in (lambda z, y: abs(z - y)[:, 0].bfloat16(), lambda z, y: abs(z - y)[:, 0].numpy()):
         task = made(metric, ops, classes=False)
         assert found(task, task, ops, 0 * labels, labels, [7]) == 1
-
-
-def test_a_mean_of_torchmetrics_alone_is_refused():
-    ops = torch_ops()
-    import torchmetrics
-
-    with pytest.raises(
-        ConfigError, match="MeanMetric does not compare outputs with labels; .*; name the function that"
-    ):
-        made(torchmetrics.MeanMetric(), ops, classes=False)
-
-
-def test_a_collection_of_torchmetrics_is_refused():
-    ops = torch_ops()
-    import torchmetrics
-
-    with pytest.raises(ConfigError, match="MetricCollection holds several metrics; .*; name each of them alone"):
-        made(torchmetrics.MetricCollection([torchmetrics.R2Score()]), ops, classes=False)
-
-
-def test_each_library_belongs_to_its_framework():
-    import keras
-
-    for_torch, for_keras = torch_ops(), keras_ops()
-    with pytest.raises(ConfigError, match="metrics of keras are for framework: tensorflow; task.metrics: own_task:m"):
-        made(keras.metrics.F1Score(), for_torch)
-    with pytest.raises(ConfigError, match="metrics of torchmetrics are for framework: pytorch"):
-        made(correlation(), for_keras)
-
-
-def test_a_class_that_needs_arguments():
-    ops = torch_ops()
-    import torchmetrics
-
-    with pytest.raises(ConfigError, match=r"cannot be made without arguments: .*metric = CohenKappa\(\.\.\.\)"):
-        made(torchmetrics.CohenKappa, ops)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+LISTED = 20  # names in a message
 
 
 def printable(text: str, one_line: bool = False) -> str:
@@ -50,6 +53,18 @@ def name_ranks(ranks: Iterable[int]) -> str:
     """Name ranks in a message: ``rank 1``, or ``ranks 0, 2``."""
     names = [str(rank) for rank in ranks]
     return f"{'ranks' if len(names) > 1 else 'rank'} {', '.join(names)}"
+
+
+def listing(names: Sequence[Any]) -> str:
+    """Write the first names as text, and the number of further ones."""
+    more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
+    return ", ".join(map(str, names[:LISTED])) + more
+
+
+def noun_and_names(noun: str, names: Sequence[Any]) -> str:
+    """Write a noun with its names as text: ``class cat``, or ``columns age, height``."""
+    ending = ("es" if noun.endswith("s") else "s") * (len(names) != 1)
+    return f"{noun}{ending} {listing(names)}"
 
 
 def amount(count: int, noun: str) -> str:

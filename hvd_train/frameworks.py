@@ -28,7 +28,7 @@ class Framework:
     it needs none); ``zoo``: the package of its models, a file each (empty: none).
     ``exporter``: the module that writes its own model files (empty: none), of ``format`` and ``ending``;
     ``loads_by_ending``: whether it loads only files with this ending.
-    ``stages``: the front-end of a rank with some of a model's blocks; ``placed``: that of a rank with several devices
+    ``stages``: the front-end of a rank with some of a model's blocks; ``multi_device``: that of several devices
     (empty: none). ``weight_files``: the module that reads files of weights, by their endings (empty: none).
     ``channels_first``: the axis order of its images.
     ``settings``: environment variables that it reads while it loads; ``quiet``: those that silence it; ``unneeded``:
@@ -43,7 +43,7 @@ class Framework:
     horovod: str = ""
     zoo: str = ""
     stages: str = ""
-    placed: str = ""
+    multi_device: str = ""
     weight_files: str = ""
     exporter: str = ""
     format: str = ""
@@ -69,12 +69,12 @@ class Framework:
             raise ConfigError(f"{self.name} has no pipeline stages", where="parallel.pipeline", fix="set it to 1")
         return importlib.import_module(self.stages)
 
-    def placed_module(self) -> FrontEndModule:
+    def multi_device_module(self) -> FrontEndModule:
         """Return the front-end for several devices; the framework must be loaded."""
-        if not self.placed:
+        if not self.multi_device:
             what = f"{self.name} takes one device"
             raise ConfigError(what, where="parallel.devices_per_rank", fix="set it to 1")
-        return importlib.import_module(self.placed)
+        return importlib.import_module(self.multi_device)
 
     def weight_readers(self) -> Mapping[str, Callable[[Path], dict[str, dict[str, Any]]]]:
         """Return {ending of a file: function that reads it}; the framework must be loaded.
@@ -142,7 +142,7 @@ PYTORCH = register(
         packages=("torch",),
         zoo="pt_models",
         stages="hvd_train.frontends.pytorch.stages",
-        placed="hvd_train.frontends.pytorch.placed",
+        multi_device="hvd_train.frontends.pytorch.multi_device",
         weight_files="hvd_train.frontends.pytorch.weight_files",
         exporter="hvd_train.frontends.pytorch.export",
         format="pytorch",
@@ -163,7 +163,7 @@ TENSORFLOW = register(
         packages=("tensorflow", "keras"),
         zoo="tf_models",
         stages="hvd_train.frontends.tensorflow.stages",
-        placed="hvd_train.frontends.tensorflow.placed",
+        multi_device="hvd_train.frontends.tensorflow.multi_device",
         weight_files="hvd_train.frontends.tensorflow.weight_files",
         exporter="hvd_train.frontends.tensorflow.export",
         format="keras",

@@ -17,11 +17,11 @@ from hvd_train.config import OptimConfig, TaskConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.mpi import MpiWindow, mpi_world
-from hvd_train.frontends.named_arrays import Layout, NamedArrays
+from hvd_train.frontends.named_arrays import NamedArrays, TensorLayout
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Field, Groups, Packing, Sample, TensorSpec
 from hvd_train.task.task import Task
-from hvd_train.update.state import Cell, EagerControl
+from hvd_train.update.state import EagerCell, EagerControl
 
 # ---- operations (protocol.Ops)
 
@@ -43,7 +43,7 @@ class NumpyOps(EagerControl):
         return x.dtype.name
 
     def keep(self, x):
-        return Cell(np.array(x))
+        return EagerCell(np.array(x))
 
     def topk(self, x, k):
         return np.argpartition(-x, k - 1)[:k]
@@ -145,8 +145,8 @@ class NumpyFrontEnd(StateTree):
         self.w = {name: x.astype(self.dtype) for name, x in self.w.items()}
         self.statistic = np.zeros(1, dtype)
         # {name here: canonical name, and how axes are changed: not at all}
-        self.layouts = {name: Layout.of(x.shape, (name, None, None, x.shape)) for name, x in self.w.items()}
-        self.layouts["mean"] = Layout.of((1,), ("norm.mean", None, None, (1,)))
+        self.layouts = {name: TensorLayout.of(x.shape, (name, None, None, x.shape)) for name, x in self.w.items()}
+        self.layouts["mean"] = TensorLayout.of((1,), ("norm.mean", None, None, (1,)))
         self._discard_gradients()
         self._probe_task(sample)
 
@@ -162,7 +162,7 @@ class NumpyFrontEnd(StateTree):
         return self.w
 
     def specs(self):
-        return [TensorSpec(name, x.shape, self.dtype) for name, x in self._moved.items()]
+        return [TensorSpec(name, x.shape, self.dtype) for name, x in self._unfrozen.items()]
 
     # -- state: ``StateTree`` makes trees for checkpoints of these
 
@@ -182,7 +182,7 @@ class NumpyFrontEnd(StateTree):
         return self.w.items()
 
     def flat_weights(self):
-        return [flat.copy() for flat in self.update.exchange.to_buckets(list(self._moved.values()))]
+        return [flat.copy() for flat in self.update.exchange.to_buckets(list(self._unfrozen.values()))]
 
     # -- batches
 
@@ -238,7 +238,7 @@ class NumpyFrontEnd(StateTree):
         return sums
 
     def _flat_gradients(self, factor=1.0):
-        return self.update.exchange.to_buckets([self.gradients[name] * factor for name in self._moved])
+        return self.update.exchange.to_buckets([self.gradients[name] * factor for name in self._unfrozen])
 
     def _discard_gradients(self):
         self.gradients = {name: np.zeros_like(x) for name, x in self.w.items()}
@@ -289,7 +289,7 @@ class NumpySGD(NamedArrays):
 
     def __init__(self, frontend):
         self.frontend, self.layouts = frontend, frontend.layouts
-        self.slots = {name: np.zeros_like(x) for name, x in frontend._moved.items()}
+        self.slots = {name: np.zeros_like(x) for name, x in frontend._unfrozen.items()}
 
     def step(self, gradients, learning_rate):
         w, o = self.frontend.w, self.frontend.optim

@@ -95,7 +95,7 @@ class SampleFields(_Part):
 
     inputs: dict[Text, ArrayField]
     labels: dict[Text, ArrayField]
-    told_classes: Count | None
+    declared_classes: Count | None
 
 
 class DataFacts(_Part):
@@ -159,7 +159,7 @@ def sample_of(meta: Mapping[str, Any]) -> Sample:
     """Return the fields of the run's samples."""
     saved = meta["sample"]
     inputs, labels = ({name: _field(x) for name, x in saved[part].items()} for part in ("inputs", "labels"))
-    return Sample(inputs, labels, saved["told_classes"])
+    return Sample(inputs, labels, saved["declared_classes"])
 
 
 def _field(saved: Mapping[str, Any]) -> protocol.Field:

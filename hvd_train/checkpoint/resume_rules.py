@@ -13,8 +13,7 @@ from hvd_train.checkpoint.comparable import PARTS, Measure, reading
 from hvd_train.checkpoint.manifest import Progress, sample_of
 from hvd_train.checkpoint.store import Snapshot
 from hvd_train.config import Config, changed
-from hvd_train.data.classes import listing
-from hvd_train.errors import CheckpointError, ConfigError, DataError
+from hvd_train.errors import CheckpointError, ConfigError, DataError, listing
 from hvd_train.protocol import EXCHANGE_PREFIX, IN_FLIGHT, Sample, Source, Tree
 
 

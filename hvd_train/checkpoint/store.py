@@ -26,9 +26,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from hvd_train import faults, files
-from hvd_train.checkpoint.arrays import packed, unpack
 from hvd_train.checkpoint.comparable import Measure
 from hvd_train.checkpoint.manifest import MANIFEST, NAME, Progress, encode, read
+from hvd_train.checkpoint.serialize import packed, unpack
 from hvd_train.config import Config
 from hvd_train.errors import CheckpointError
 from hvd_train.files import sync, write

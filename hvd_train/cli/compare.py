@@ -22,7 +22,7 @@ def compare(run_dirs: tuple[Path, ...], output: Path | None, by: str) -> None:
     hvd-train compare runs/a runs/b -o curves.png
     hvd-train compare runs/a runs/b -o curves.png --by step   each line of the log (log_every_n_steps)
     """
-    from hvd_train.report.tables import side_by_side
+    from hvd_train.report.text_tables import side_by_side
     from hvd_train.run_folder.terminal import say
 
     click.echo(side_by_side(run_dirs))

@@ -45,6 +45,6 @@ def config(
         click.echo(resolved_yaml(load_config(path, sets)), nl=False)
         return
     from hvd_train.config.conflicts import sentences
-    from hvd_train.report.tables import explanations
+    from hvd_train.report.text_tables import explanations
 
     click.echo(explanations(explained(explain), sentences(explain)))

@@ -19,7 +19,7 @@ def data(context: click.Context) -> None:
         return
     from hvd_train.data import transforms
     from hvd_train.data.catalog import catalog
-    from hvd_train.report.tables import table
+    from hvd_train.report.text_tables import table
 
     click.echo(table(["data.name", "what"], list(catalog().items())))
     click.echo("Your own: data.name 'package.module:function', called with data.options, giving (train, val).\n")

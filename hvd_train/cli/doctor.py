@@ -37,7 +37,7 @@ def doctor(
     if (where or launcher != AUTO) and started:
         raise ConfigError("the ranks are started already", where=f"by {started}", fix="leave out --hosts, --launcher")
     if started:
-        from hvd_train.doctor import hosts as job
+        from hvd_train.doctor import host_table as job
 
         sys.exit(job.hosts())
     if where:

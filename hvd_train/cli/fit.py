@@ -106,8 +106,8 @@ def fit(
     """
     from hvd_train.config import load_config
     from hvd_train.launch.hosts import parse
-    from hvd_train.launch.plan import Restarts, plan
     from hvd_train.launch.signals import listen, stop_listening
+    from hvd_train.launch.start_plan import Restarts, plan
 
     config = load_config(path, sets, run_dir=run_dir, seed=seed)
     where, restarts = parse(hosts, hostfile, network_interfaces), Restarts(max_restarts, min_np, spares)

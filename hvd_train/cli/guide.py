@@ -37,7 +37,7 @@ def guide(topic: str | None) -> None:
     hvd-train guide first-run
     hvd-train guide freeze
     """
-    from hvd_train.report.tables import table
+    from hvd_train.report.text_tables import table
 
     if topic is None:
         click.echo(table(["hvd-train guide", "what"], [[name, title(name)] for name in ORDER]))

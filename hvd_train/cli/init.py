@@ -25,7 +25,7 @@ def init(recipe: str | None, folder: Path | None) -> None:
     hvd-train init gan digits-gan
     hvd-train guide gan                      the same recipe to read
     """
-    from hvd_train.report.tables import table
+    from hvd_train.report.text_tables import table
 
     if recipe is None:
         rows = [[name, guide.title(name)] for name in guide.RECIPES]

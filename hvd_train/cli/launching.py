@@ -44,7 +44,7 @@ def start_ranks(num_proc: int, launcher: str, verbose: bool) -> NoReturn:
 
 def run_here_or_on_ranks(num_proc: int | None, launcher: str, verbose: bool, job: Callable[[], int]) -> NoReturn:
     """Run ``job`` in this process, or this command on the ranks of ``-np``, and exit with its code."""
-    from hvd_train.launch.plan import starts_ranks
+    from hvd_train.launch.start_plan import starts_ranks
 
     if starts_ranks(num_proc):
         start_ranks(num_proc or 1, launcher, verbose)
@@ -70,6 +70,6 @@ def note_refusal(config: Config, resume: str | None, overwrite: bool) -> None:
 def open_rendezvous() -> None:
     """Let the other ranks find this one, if the launcher does not connect them."""
     from hvd_train.launch.environment import world
-    from hvd_train.launch.rendezvous import rank as rendezvous
+    from hvd_train.launch.rendezvous import client as rendezvous
 
     rendezvous.prepare(world())

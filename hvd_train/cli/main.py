@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from hvd_train import __version__
-from hvd_train.cli import streams
+from hvd_train.cli import standard_streams
 
 # In the order of a first session. A command's module is imported on demand, and imports what it needs only when it
 # runs: help must not wait for NumPy, nor any command import a framework before a job starts.
@@ -76,7 +76,7 @@ def cli() -> None:
 def main() -> None:
     """Run a command. User errors become lines on stderr and an exit code, never a traceback."""
     # Training continues after the reader of its output has left, because the run folder has everything.
-    streams.guard("stderr", *(["stdout"] if sys.argv[1:2] in (["fit"], ["sweep"]) else []))
+    standard_streams.guard("stderr", *(["stdout"] if sys.argv[1:2] in (["fit"], ["sweep"]) else []))
     try:
         if sys.argv[1:2] == ["fit"]:  # a signal may come at any moment
             from hvd_train.launch.signals import listen
@@ -88,13 +88,13 @@ def main() -> None:
     except (Exception, KeyboardInterrupt) as error:
         _end_with(error)
     finally:
-        streams.drain()
+        standard_streams.drain()
 
 
 def _end_with(error: BaseException) -> None:
     """Print an error, and exit with its code."""
     # Imported here, because help does not need it.
-    from hvd_train.launch.exit import exit_rank, exit_with_error, print_error, rank_tag
+    from hvd_train.launch.failed_rank import exit_rank, exit_with_error, print_error, rank_tag
 
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
@@ -106,7 +106,7 @@ def _end_with(error: BaseException) -> None:
         exit_rank(error.exit_code)
     if isinstance(error, KeyboardInterrupt):
         exit_rank(130)
-    if isinstance(error, streams.ReaderLeftError):
+    if isinstance(error, standard_streams.ReaderLeftError):
         exit_rank(0)
     exit_with_error(error)
 

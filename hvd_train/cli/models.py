@@ -14,7 +14,7 @@ from hvd_train.frameworks import FRAMEWORKS
 @click.command()
 def models() -> None:
     """List the models that both frameworks have, with their options."""
-    from hvd_train.report.tables import table
+    from hvd_train.report.text_tables import table
 
     click.echo(table(["model.name", "options", "frameworks", "what"], listing()))
     click.echo("Your own: model.name 'package.module:function', called with input_shape, num_classes and the options.")

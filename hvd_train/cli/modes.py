@@ -76,10 +76,10 @@ def modes(
     from hvd_train.config import load_config
     from hvd_train.launch.environment import world
     from hvd_train.launch.hosts import parse
-    from hvd_train.launch.plan import InAllocation, Restarts, plan
-    from hvd_train.modes import results
-    from hvd_train.modes import turns as measuring
-    from hvd_train.modes.ways import ways
+    from hvd_train.launch.start_plan import InAllocation, Restarts, plan
+    from hvd_train.mode_comparison import results
+    from hvd_train.mode_comparison import turns as measuring
+    from hvd_train.mode_comparison.ways import ways
 
     if world().launcher:
         raise ConfigError("the ranks are started already", where=f"by {world().launcher}", fix="give -np instead")
@@ -131,7 +131,7 @@ def measure(
     from hvd_train.config import load_config
     from hvd_train.jobs.measure import measure as job
     from hvd_train.launch.hosts import parse
-    from hvd_train.launch.plan import Restarts, plan
+    from hvd_train.launch.start_plan import Restarts, plan
 
     config, where = load_config(path, sets), parse(hosts, hostfile, network_interfaces)
     if ranks := plan(num_proc, launcher, where, None, None, Restarts(), dry_run=False):

@@ -38,7 +38,7 @@ NICE = 10  # training ranks have priority
 
 
 @dataclass(frozen=True)
-class Place:
+class RankProcess:
     """What a stub passes on for a rank: program, environment, folder and standard streams."""
 
     program: list[str]
@@ -60,7 +60,7 @@ class Place:
         np.random.seed()
 
 
-def receive(connection: socket.socket) -> Place:
+def receive(connection: socket.socket) -> RankProcess:
     """Read the data of a stub. Raises OSError, ValueError or EOFError."""
     connection.settimeout(ANSWER_SECONDS)
     head, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, 3)
@@ -71,7 +71,7 @@ def receive(connection: socket.socket) -> Place:
             raise EOFError
         text += part
     program, environment, folder = json.loads(text)
-    return Place(program, environment, folder, descriptors)
+    return RankProcess(program, environment, folder, descriptors)
 
 
 def warm(framework: str, wanted: str, ranks: int, verbose: bool) -> None:
@@ -79,12 +79,12 @@ def warm(framework: str, wanted: str, ranks: int, verbose: bool) -> None:
     os.setpriority(os.PRIO_PROCESS, 0, NICE)
     for module in ("hvd_train.cli.fit", "hvd_train.jobs.fit", "hvd_train.update.exchange", "safetensors.numpy"):
         import_module(module)
-    from hvd_train.rank.session import preload
+    from hvd_train.session import preload
 
     preload(framework, int(wanted) if wanted.isdigit() else wanted, ranks, verbose)
 
 
-def serve(listener: socket.socket, most: int) -> Place:
+def serve(listener: socket.socket, most: int) -> RankProcess:
     """Fork for each stub that asks, at most ``most`` at a time. Returns in the fork."""
     poll = select.poll()
     waiting: dict[int, int] = {}  # {descriptor of a connection: pidfd of its fork}

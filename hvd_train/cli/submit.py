@@ -79,8 +79,8 @@ def submit(
     from hvd_train.config import SlurmConfig, load_config
     from hvd_train.launch import submit as slurm
     from hvd_train.sweep import array
-    from hvd_train.sweep.plan import plan
     from hvd_train.sweep.repeats import repeats
+    from hvd_train.sweep.trials import plan
 
     _check_script(program, path or sets or run_dir or resume or overwrite)
     config = None if program else load_config(path, sets, run_dir=run_dir)
@@ -90,7 +90,7 @@ def submit(
     seed, swept = options.seed_of_draws(draws, seed), bool(params or draws or at_once or folds or seeds)
     if swept:
         _check_sweep(program, output, follow, overwrite, resume)
-    batch = slurm.Batch(settings, job_name or _title(program, path), output)
+    batch = slurm.BatchJob(settings, job_name or _title(program, path), output)
     if config is None:
         text = batch.script(program)
     elif swept:

@@ -58,12 +58,12 @@ def sweep(
     """
     from hvd_train.config import load_config
     from hvd_train.launch.environment import world
-    from hvd_train.launch.plan import starts_ranks
+    from hvd_train.launch.start_plan import starts_ranks
     from hvd_train.sweep.folder import Sweep, load
-    from hvd_train.sweep.plan import plan
     from hvd_train.sweep.repeats import repeats
     from hvd_train.sweep.results import report
     from hvd_train.sweep.rungs import ladder
+    from hvd_train.sweep.trials import plan
 
     # Read once without the parameters, so that errors in the file are reported without a trial's values.
     here, folder = world(), Path(load_config(path, sets, run_dir=run_dir).run_dir)

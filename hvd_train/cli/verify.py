@@ -45,9 +45,9 @@ def verify(
             raise ConfigError("a script has no configuration", where="verify", fix="leave out -c and --set")
         sys.exit(verify_script(program, num_proc, steps, launcher, report, verbose))
     from hvd_train.config import load_config
-    from hvd_train.verify import compare
+    from hvd_train.verify import compare_worlds
 
-    sys.exit(compare.verify(load_config(path, sets), num_proc, steps, launcher, report, verbose))
+    sys.exit(compare_worlds.verify(load_config(path, sets), num_proc, steps, launcher, report, verbose))
 
 
 @click.command(hidden=True)

@@ -1,6 +1,6 @@
 """The configuration: typed, frozen, every key explained."""
 
-from hvd_train.config.frontend import FrontEndConfig
+from hvd_train.config.frontend_config import FrontEndConfig
 from hvd_train.config.keys.checkpoint import CheckpointConfig, EarlyStoppingConfig
 from hvd_train.config.keys.config import Config
 from hvd_train.config.keys.data import DataConfig
@@ -14,26 +14,3 @@ from hvd_train.config.keys.transforms import TransformConfig
 from hvd_train.config.names import did_you_mean
 from hvd_train.config.reading import explained, load_config
 from hvd_train.config.writing import changed, digest, explain, leaves, resolved_yaml
-
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "EarlyStoppingConfig",
-    "ExchangeConfig",
-    "FrontEndConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "ParallelConfig",
-    "SlurmConfig",
-    "TaskConfig",
-    "TransformConfig",
-    "changed",
-    "did_you_mean",
-    "digest",
-    "explain",
-    "explained",
-    "leaves",
-    "load_config",
-    "resolved_yaml",
-]

@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hvd_train.config.keys.section import is_set
+from hvd_train.config.keys.section import Section, is_set
 from hvd_train.config.keys.transforms import MIXING
 from hvd_train.config.modes import ALLREDUCE, MODES, ModeSpec
 from hvd_train.config.optimizers import OPTIMIZERS
 from hvd_train.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hvd_train.config.keys.config import Config
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Feature:
     when: Callable[[Any], bool] | None = None
     words: str = ""
 
-    def used(self, config: Config) -> bool:
+    def used(self, config: Section) -> bool:
         """Return whether the configuration uses this feature."""
         if not self.key:
             return False
@@ -40,7 +37,7 @@ class Feature:
         value = getattr(section, last)
         return self.when(value) if self.when else value in self.values if self.values else is_set(section, last)
 
-    def named(self, config: Config) -> str:
+    def named(self, config: Section) -> str:
         """Return the name for a message, for example ``exchange.mode: outer``."""
         value = getattr(*_place(self.key, config))
         number_or_word = isinstance(value, str | int | float) and value is not True
@@ -51,7 +48,7 @@ class Feature:
         return self.words or self.key + (f": {', '.join(map(str, self.values))}" if self.values else "")
 
 
-def _place(key: str, config: Config) -> tuple[Any, str]:
+def _place(key: str, config: Section) -> tuple[Any, str]:
     """Find the section of a dotted key; return it and the key in it."""
     *path, last = key.split(".")
     return reduce(getattr, path, config), last
@@ -199,7 +196,7 @@ CONFLICTS = (
 )
 
 
-def refused(config: Config) -> list[tuple[str, str]]:
+def refused(config: Section) -> list[tuple[str, str]]:
     """Return (key, what is wrong) for each conflict in a configuration."""
     problems = []
     for row in CONFLICTS:
@@ -209,7 +206,7 @@ def refused(config: Config) -> list[tuple[str, str]]:
     return problems
 
 
-def check_ranks(config: Config, size: int, mpi: bool) -> None:
+def check_ranks(config: Section, size: int, mpi: bool) -> None:
     """Raise ConfigError for a configuration that conflicts with the ranks that were started."""
     features = {row.one: row.one.named(config) for row in CONFLICTS if row.one.used(config)}
     # Adasum adds in pairs, so the number of ranks must be a power of two.

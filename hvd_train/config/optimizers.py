@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from hvd_train.config.keys.optim import OptimConfig
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -19,7 +16,7 @@ class OptimizerSpec:
     state tensors for each weight. ``counts_steps``: the formula needs the step number. ``options``: its keys of
     ``optim``, which are errors with optimizers that do not list them.
 
-    ``per_tensor``: the formula uses norms of whole tensors (update/optimizers.py); otherwise it is elementwise
+    ``per_tensor``: the formula uses norms of whole tensors (update/layerwise.py); otherwise it is elementwise
     (update/elementwise.py). ``undivided``: why ``optim.sharded`` is not supported; "": it is. ``momentum``: a working
     value, if the optimizer needs momentum. ``schedule_free``: a mean of the weights is evaluated and saved.
     """
@@ -38,9 +35,9 @@ class OptimizerSpec:
         file, name = self.made_by.split(":")
         return getattr(importlib.import_module(f"hvd_train.update.{file}"), name)
 
-    def slots_of(self, options: OptimConfig) -> tuple[str, ...]:
-        """Return the slots for these options: elementwise formulas need no momentum slot if momentum is 0."""
-        return tuple(slot for slot in self.slots if slot != "momentum" or options.momentum or self.per_tensor)
+    def slots_of(self, momentum: float) -> tuple[str, ...]:
+        """Return the slots for this momentum: elementwise formulas need no slot for a momentum of 0."""
+        return tuple(slot for slot in self.slots if slot != "momentum" or momentum or self.per_tensor)
 
 
 _MEANS = ("exp_avg", "exp_avg_sq")
@@ -51,9 +48,9 @@ OPTIMIZERS = {
     "adam": OptimizerSpec(options=_ADAM),
     "adamw": OptimizerSpec(options=_ADAM),
     "lars": OptimizerSpec(
-        "optimizers:lars", ("momentum",), options=("momentum", "trust_coefficient", "eps"), per_tensor=True
+        "layerwise:lars", ("momentum",), options=("momentum", "trust_coefficient", "eps"), per_tensor=True
     ),
-    "lamb": OptimizerSpec("optimizers:lamb", _MEANS, True, _ADAM, per_tensor=True),
+    "lamb": OptimizerSpec("layerwise:lamb", _MEANS, True, _ADAM, per_tensor=True),
     "rmsprop": OptimizerSpec("elementwise:rmsprop", ("square_avg", "momentum"), options=("momentum", "alpha", "eps")),
     "adagrad": OptimizerSpec("elementwise:adagrad", ("sum",), options=("eps",)),
     "nadam": OptimizerSpec("elementwise:nadam", _MEANS, True, _ADAM),

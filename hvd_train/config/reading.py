@@ -22,7 +22,7 @@ MAX_BYTES, MAX_DEPTH, MAX_LETTERS, MAX_VALUES = 1 << 20, 50, 10_000, 50_000
 LISTED = "'hvd-train config --explain' lists the keys"
 
 
-class Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """The YAML loader for configurations and command-line values."""
 
 
@@ -33,11 +33,11 @@ def _as_written(tag: str, pattern: re.Pattern) -> re.Pattern:
     return re.compile(rf"(?!.*:)(?:{pattern.pattern})", re.VERBOSE)
 
 
-Loader.yaml_implicit_resolvers = {
+YamlLoader.yaml_implicit_resolvers = {
     first: [(tag, _as_written(tag, pattern)) for tag, pattern in rows]
     for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-Loader.add_implicit_resolver(*FLOAT)
+YamlLoader.add_implicit_resolver(*FLOAT)
 
 Path_ = tuple[str | int, ...]
 
@@ -58,7 +58,7 @@ def _plain(node: yaml.Node, path: Path_, lines: dict[Path_, str], file: str, pro
         return out
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, (*path, i), lines, file, problems) for i, item in enumerate(node.value)]
-    value = Loader("").construct_object(node)
+    value = YamlLoader("").construct_object(node)
     if isinstance(value, int) and abs(value) >= 1 << 64:
         raise ValueError(f"line {node.start_mark.line + 1}: a number of more than 64 bits")
     return value
@@ -75,7 +75,7 @@ def _read(path: Path, lines: dict[Path_, str], problems: list[str]) -> dict[str,
         text = raw.decode("utf-8")
         _check_size(text, str(path))
         # Composed, not loaded, because nodes know their lines.
-        node = yaml.compose(text, Loader)
+        node = yaml.compose(text, YamlLoader)
         if node is None:
             raise ConfigError("the configuration is empty", where=str(path), fix="'hvd-train config' prints a full one")
         data = _plain(node, (), lines, str(path), problems)
@@ -99,7 +99,7 @@ def plain(text: str, file: str) -> Any:
     Raises ConfigError, ValueError, RecursionError and YAMLError.
     """
     _check_size(text, file)
-    node = yaml.compose(text, Loader)
+    node = yaml.compose(text, YamlLoader)
     return None if node is None else _plain(node, (), {}, file, [])
 
 
@@ -108,9 +108,9 @@ def _check_size(text: str, file: str) -> None:
     try:
         # libyaml is 20 times as fast: with Python's parser 100 000 values took 8 s. But its messages are others than
         # those explained below, so a text that it cannot parse is parsed again.
-        _check_events(yaml.parse(text, getattr(yaml, "CSafeLoader", Loader)), file)
+        _check_events(yaml.parse(text, getattr(yaml, "CSafeLoader", YamlLoader)), file)
     except yaml.YAMLError:
-        _check_events(yaml.parse(text, Loader), file)
+        _check_events(yaml.parse(text, YamlLoader), file)
 
 
 def _check_events(events: Iterator[yaml.Event], file: str) -> None:
@@ -137,7 +137,7 @@ def _apply(data: dict[str, Any], setting: str, lines: dict[Path_, str], problems
         return
     try:
         _check_size(text, where)
-        node = yaml.compose(text, Loader)
+        node = yaml.compose(text, YamlLoader)
         value = None if node is None else _plain(node, (), {}, where, problems)
     except (yaml.YAMLError, ValueError) as error:
         problems.append(f"{where}: the value is not valid YAML: {str(error).splitlines()[0]}")

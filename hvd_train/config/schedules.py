@@ -1,4 +1,4 @@
-"""The table of learning rate schedules. The formulas are in ``core/schedule``."""
+"""The table of learning rate schedules. The formulas are in ``core/learning_rate.py``."""
 
 from __future__ import annotations
 

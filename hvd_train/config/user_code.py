@@ -179,7 +179,7 @@ def no_function(
 ) -> TrainError:
     """Make the error for a module that lacks a function; ``name``: ``package.module:function``."""
     fix = advice_for_passed(name, where) or advice_for_hidden(name) or advice_for_misspelled(module, function)
-    return kind(f"{place_of(module, name)} has no function '{function}'", where=where, fix=fix)
+    return kind(f"{file_of(module, name)} has no function '{function}'", where=where, fix=fix)
 
 
 def advice_for_hidden(name: str) -> str:
@@ -199,7 +199,7 @@ def advice_for_misspelled(module: ModuleType, name: str) -> str:
     return f"did you mean '{near[0]}'?" if near else ""
 
 
-def place_of(module: ModuleType, name: str) -> str:
+def file_of(module: ModuleType, name: str) -> str:
     """Return the module's file for messages, because another module of the same name may come first on the path."""
     return getattr(module, "__file__", None) or name.partition(":")[0]
 

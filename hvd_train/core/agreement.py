@@ -88,12 +88,12 @@ def agree_on_weights(
         raise NonFiniteError(what, where=where, fix=NONFINITE_FIX, common=True, ranks=broken)
     # The majority is right. With two ranks that cannot be known.
     right = Counter(everyone).most_common(1)[0][0]
-    apart = [rank for rank, part in enumerate(everyone) if part != right]
-    if apart:
+    deviating = [rank for rank, part in enumerate(everyone) if part != right]
+    if deviating:
         tables = [json.loads(part) for part in communicator.allgather_bytes(local, "weights")]
         first = next((name for name in sums if len({weights.get(name) for weights, _ in tables}) > 1), None)
-        others = name_ranks([rank for rank in range(len(everyone)) if rank not in apart])
-        what = f"the weights of {name_ranks(apart)} differ from those of {others}, first in {first}"
+        others = name_ranks([rank for rank in range(len(everyone)) if rank not in deviating])
+        what = f"the weights of {name_ranks(deviating)} differ from those of {others}, first in {first}"
         causes = []
         for name in dict.fromkeys(key for _, table in tables for key in table):
             values: dict[str | None, list[int]] = {}
@@ -103,4 +103,4 @@ def agree_on_weights(
                 causes.append(f"{name}: " + " and ".join(f"{v} on {name_ranks(ranks)}" for v, ranks in values.items()))
         if causes:
             what = f"{what if first else 'the ranks differ'} ({'; '.join(causes)})"
-        raise CommunicationError(what, where=where, fix=fix, common=True, ranks=apart)
+        raise CommunicationError(what, where=where, fix=fix, common=True, ranks=deviating)

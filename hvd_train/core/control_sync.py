@@ -61,7 +61,7 @@ class ControlSync:
         began = time.monotonic()
         seconds = (began - self._since) / max(turns, 1)  # of an iteration
         text = json.dumps([seconds, self._cost, report]).ljust(REPORT_BYTES)
-        parts = self._communicator.allgather_bytes(text.encode(), "meeting")
+        parts = self._communicator.allgather_bytes(text.encode(), "sync")
         self._cost = min(self._cost or math.inf, time.monotonic() - began)
         rows = [json.loads(part) for part in parts]
         if turns:

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import numpy as np
 
-from hvd_train.core.mean import ordered_sum
+from hvd_train.core.reductions import ordered_sum
 from hvd_train.metrics.ranking import Ranking
 from hvd_train.protocol import Batch, Evaluable
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config.user_code import user_place
-from hvd_train.core.due import Due
+from hvd_train.core.step_actions import StepActions
 from hvd_train.core.training import Training
 from hvd_train.data.loader import Step
 from hvd_train.errors import ConfigError, TrainError, named_reason
@@ -32,7 +32,7 @@ class StepInfo:
     local_sums: Sequence[Any]
     local_counts: np.ndarray | None
     seconds: float
-    due: Due
+    due: StepActions
 
     @property
     def log_due(self) -> bool:

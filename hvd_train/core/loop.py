@@ -22,11 +22,11 @@ from hvd_train.core.callbacks.plateau import Plateau
 from hvd_train.core.callbacks.speed import Speed
 from hvd_train.core.callbacks.weight_check import WeightCheck
 from hvd_train.core.control_sync import StopSource
-from hvd_train.core.due import StepRules
 from hvd_train.core.hooks import Epoch, Hook, HookCalls, StepInfo
 from hvd_train.core.pace import AsyncSteps, Lockstep, Pace
 from hvd_train.core.saving import Saver
 from hvd_train.core.step import StepRunner
+from hvd_train.core.step_actions import StepRules
 from hvd_train.core.stopping import Interruption, StopSync
 from hvd_train.core.summary import summary
 from hvd_train.core.training import Training

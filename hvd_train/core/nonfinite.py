@@ -8,7 +8,7 @@ import numpy as np
 
 from hvd_train.checkpoint.manifest import Progress
 from hvd_train.core.agreement import NONFINITE_FIX
-from hvd_train.core.precision import next_scale
+from hvd_train.core.loss_scale import next_scale
 from hvd_train.errors import NonFiniteError
 from hvd_train.protocol import TracksStatistics, Tree
 from hvd_train.run_folder.log import NullLog, RunLog

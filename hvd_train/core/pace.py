@@ -10,11 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
-from hvd_train.core.due import Due, StepRules
+from hvd_train.core.step_actions import StepActions, StepRules
 from hvd_train.core.training import Training
 from hvd_train.data.loader import Step
 
-# The counter of a stretch holds its length in steps times this, plus the number of parts taken.
+# The counter holds the number of steps between two syncs times this, plus the number of parts taken.
 LENGTH = 1 << 32
 
 
@@ -35,7 +35,7 @@ class Pace(Protocol):
     def steps(self) -> Generator[Step, None, None]:
         """Yield this rank's steps for the rest of the epoch, until closed."""
 
-    def due(self, at_end: bool) -> Due:
+    def due(self, at_end: bool) -> StepActions:
         """Return the actions after the last step. ``at_end``: of the epoch."""
 
     def request_sync(self) -> None:
@@ -56,7 +56,7 @@ class Lockstep:
         p = self._training.progress
         return self._training.train_loader.epoch(p.epoch, p.consumed)
 
-    def due(self, at_end: bool) -> Due:
+    def due(self, at_end: bool) -> StepActions:
         step, in_flight = self._training.progress.step, self._training.update.in_flight
         return self._rules.due(step, at_end, self._sync_due(in_flight), in_flight)
 
@@ -84,14 +84,13 @@ class SharedBoard:
 
 
 class AsyncSteps:
-    """Asynchronous steps: no rank waits for another within a stretch of steps, at whose end all sync.
+    """Asynchronous steps: no rank waits for another between two syncs, which are several global batches apart.
 
-    A stretch is several global batches long, each split into the parts that ranks would have in lockstep. A free rank
-    takes the next part, by a counter in an MPI window of rank 0. So a slow rank takes fewer, and each sample is used
-    once. Parts are taken in order: at a sync the position in the epoch is one number, so logs, checkpoints and signals
-    work as in lockstep.
+    Each global batch is split into the parts that ranks would have in lockstep. A free rank takes the next part, by a
+    counter in an MPI window of rank 0. So a slow rank takes fewer, and each sample is used once. Parts are taken in
+    order: at a sync the position in the epoch is one number, so logs, checkpoints and signals work as in lockstep.
 
-    A stretch ends at a checkpoint or the end of the epoch, or earlier if a rank requests it.
+    Ranks sync at a checkpoint and at the end of the epoch, or earlier if one requests it.
     """
 
     def __init__(self, training: Training, rules: StepRules) -> None:
@@ -108,15 +107,15 @@ class AsyncSteps:
         workers = training.config.data.workers
         with ThreadPoolExecutor(workers, "prefetch") as pool:
             while training.progress.consumed < training.train_size:
-                yield from self._stretch(pool, workers)
+                yield from self._until_sync(pool, workers)
 
-    def due(self, at_end: bool) -> Due:
+    def due(self, at_end: bool) -> StepActions:
         if self._met:
             return self._rules.due(self._training.progress.step, at_end, sync=True)._replace(log=True)
-        return Due(False, False, False, log=self._rules.log(self._parts), check=False, sync=False)
+        return StepActions(False, False, False, log=self._rules.log(self._parts), check=False, sync=False)
 
     def request_sync(self) -> None:
-        """End the stretch after the global batch whose part was taken last."""
+        """Sync after the global batch whose part was taken last."""
         if self._asked or self._met:
             return
         self._asked = True
@@ -133,7 +132,7 @@ class AsyncSteps:
         self._board.close()
 
     def _length(self) -> int:
-        """Return the length of the next stretch in steps, unless a rank shortens it."""
+        """Return the number of steps to the next sync, unless a rank requests an earlier one."""
         training, p = self._training, self._training.progress
         done = -(-p.consumed // training.global_batch)
         left = -(-(training.train_size - p.consumed) // training.global_batch)
@@ -142,8 +141,8 @@ class AsyncSteps:
         self._begun = True
         return self._rules.steps_left(p.step, most)
 
-    def _stretch(self, pool: ThreadPoolExecutor, fetched: int) -> Generator[Step, None, None]:
-        """Yield this rank's steps of one stretch. ``fetched``: parts to prefetch."""
+    def _until_sync(self, pool: ThreadPoolExecutor, fetched: int) -> Generator[Step, None, None]:
+        """Yield this rank's steps up to the next sync. ``fetched``: parts to prefetch."""
         training, p, ranks = self._training, self._training.progress, self._training.groups.data
         first_step, first, batch = p.step, p.consumed, training.global_batch
 

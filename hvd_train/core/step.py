@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from hvd_train.core.callbacks.compression_error import CompressionErrorLog
-from hvd_train.core.mean import ordered_sum
+from hvd_train.core.gradient_scale import gradient_scale
 from hvd_train.core.nonfinite import Skips, rescale
 from hvd_train.core.training import Training
 from hvd_train.data.loader import Step
-from hvd_train.protocol import Scale
 
 
 def forward_seed(seed: int, step: int, micro: int, rank: int) -> int:
@@ -39,15 +38,8 @@ class StepRunner:
         """
         training = self.training
         p, config, frontend, update = training.progress, training.config, training.frontend, training.update
-        local = sum(batch.count for batch in step.micro_batches)
         update.before_step(p.step + 1, step.count)
-        # Samples of the global batch, not of this rank, because gradients are added over ranks and micro-batches.
-        of_sample = p.loss_scale / (max(local, 1) if update.local_gradients else step.count)
-        scale: Scale = of_sample
-        counts = None
-        if frontend.task.weighted_by_data:
-            counts, scales = self._weighted_scale(step)
-            scale = [*scales, of_sample]
+        scale, counts = gradient_scale(training, step)
         rate = training.learning_rate(p.consumed // training.global_batch, p.step)
         # All micro-batches accumulate gradients; the last one also exchanges them and updates the weights.
         *earlier, last = step.micro_batches
@@ -69,20 +61,5 @@ class StepRunner:
             rescale(p, finite, training.log)
         if self._skips and self._skips.left_out(p, finite, sums):
             sums, counts = [], None
-        update.after_step(p.step, local)
+        update.after_step(p.step, step.local_count)
         return rate, sums, counts
-
-    def _weighted_scale(self, step: Step) -> tuple[np.ndarray, list[float]]:
-        """Return this rank's counts and a scale for each loss, for tasks whose labels determine the counts.
-
-        Each loss is divided by its count over all micro-batches and ranks, so that N ranks give the result of one.
-        Counts are added before the first micro-batch, in one small transfer a step.
-        """
-        training = self.training
-        local = np.sum([training.frontend.counts(batch) for batch in step.micro_batches], axis=0)  # (losses,)
-        total = local
-        if not training.update.local_gradients:
-            # Run queued steps first: other ranks may already be waiting for this rank's gradients.
-            training.frontend.run_queued()
-            total = ordered_sum(local, training.groups.data)
-        return local, [training.progress.loss_scale / count if count else 0.0 for count in total.tolist()]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hvd_train.core.stages import model_sha256
+from hvd_train.core.stage_state import model_sha256
 from hvd_train.core.training import Training
 
 

@@ -15,15 +15,15 @@ import numpy as np
 
 from hvd_train import faults
 from hvd_train.checkpoint import resume_rules, store
-from hvd_train.checkpoint.arrays import broadcast, pack, unpack
 from hvd_train.checkpoint.manifest import Progress
 from hvd_train.checkpoint.resume_rules import Resumption, RunFacts
+from hvd_train.checkpoint.serialize import broadcast, pack, unpack
 from hvd_train.checkpoint.writer import Writer, packed_error, raise_if_failed
 from hvd_train.core.agreement import NONFINITE_FIX, collectively
-from hvd_train.core.mean import is_float
-from hvd_train.core.precision import FIRST_SCALE
-from hvd_train.core.schedule import Schedule
-from hvd_train.core.stages import of_other_stages
+from hvd_train.core.learning_rate import Schedule
+from hvd_train.core.loss_scale import FIRST_SCALE
+from hvd_train.core.reductions import is_float
+from hvd_train.core.stage_state import of_other_stages
 from hvd_train.core.training import Training
 from hvd_train.errors import CheckpointError, NonFiniteError
 from hvd_train.protocol import Entry, Placement, Tree

@@ -9,8 +9,8 @@ from hvd_train.checkpoint.manifest import Progress
 from hvd_train.checkpoint.resume_rules import data_facts
 from hvd_train.config import Config
 from hvd_train.core.control_sync import StopSource
-from hvd_train.core.precision import FIRST_SCALE
-from hvd_train.core.schedule import Schedule
+from hvd_train.core.learning_rate import Schedule
+from hvd_train.core.loss_scale import FIRST_SCALE
 from hvd_train.core.straggler import Stragglers
 from hvd_train.data.loader import Loader
 from hvd_train.protocol import FrontEnd, Source, Update
@@ -119,6 +119,6 @@ class Training:
         if c.early_stopping and p.stopped and p.waited >= c.early_stopping.patience:
             return f"{word}: early stopping ended the run; a larger early_stopping.patience, or none, continues"
         if p.stopped:
-            return f"{word}: the run was stopped before its end; --overwrite starts it anew"
+            return f"{word}: the run was stopped before its end; --overwrite starts it again"
         key = "max_steps" if c.max_steps and p.step >= c.max_steps else "max_epochs"
         return f"{word}: {key} {getattr(c, key)} is reached; a larger one continues"

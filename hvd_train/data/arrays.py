@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import TaskConfig
+from hvd_train.data.class_labels import class_column
 from hvd_train.data.classes import Classes, Known
 from hvd_train.data.column import INPUT, LABEL, Column, check_no_mask, is_image
-from hvd_train.data.labels import class_column
 from hvd_train.data.order import permute
 from hvd_train.data.ragged import RaggedRows, Varying
 from hvd_train.errors import DataError

@@ -16,7 +16,7 @@ TRIES = 10  # windows drawn at most until one fits into the image
 
 
 @dataclass(frozen=True)
-class Draws:
+class RandomNumbers:
     """Random numbers for the samples ``indices`` (k,); ``key`` belongs to one transform in one epoch."""
 
     key: int
@@ -44,24 +44,24 @@ def _chosen(bits: np.ndarray, p: float) -> np.ndarray:
     return (bits >> U64(11)) * 2.0**-53 < p
 
 
-Transform = Callable[[np.ndarray, Draws, TransformConfig], np.ndarray]
+Transform = Callable[[np.ndarray, RandomNumbers, TransformConfig], np.ndarray]
 
 
-def _horizontal_flip(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
+def _horizontal_flip(images: np.ndarray, draws: RandomNumbers, config: TransformConfig) -> np.ndarray:
     """mirrored left to right; p: 0.5"""
     chosen = _chosen(draws.bits(1)[:, 0], 0.5 if config.p is None else config.p)
     images[chosen] = images[chosen][:, :, ::-1]
     return images
 
 
-def _vertical_flip(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
+def _vertical_flip(images: np.ndarray, draws: RandomNumbers, config: TransformConfig) -> np.ndarray:
     """mirrored top to bottom; p: 0.5"""
     chosen = _chosen(draws.bits(1)[:, 0], 0.5 if config.p is None else config.p)
     images[chosen] = images[chosen][:, ::-1]
     return images
 
 
-def _crop(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
+def _crop(images: np.ndarray, draws: RandomNumbers, config: TransformConfig) -> np.ndarray:
     """padded by padding pixels on each side, then cropped to the original size; fill: 0, padding_mode: constant"""
     height, width = images.shape[1:3]
     around = config.padding or 0
@@ -78,7 +78,7 @@ def _crop(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarr
     return images
 
 
-def _cutout(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
+def _cutout(images: np.ndarray, draws: RandomNumbers, config: TransformConfig) -> np.ndarray:
     """a square of size pixels, centered anywhere, is set to fill; p: 1, fill: 0"""
     height, width = images.shape[1:3]
     side, bits = config.size or 0, draws.bits(3)
@@ -99,7 +99,7 @@ def _bounds(config: TransformConfig) -> tuple[list[float], list[float]]:
     return config.scale or scale, config.ratio or ratio
 
 
-def _resized_crop(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
+def _resized_crop(images: np.ndarray, draws: RandomNumbers, config: TransformConfig) -> np.ndarray:
     """a window of random area and aspect ratio, resized to the original size; scale: [0.08, 1], ratio: [3/4, 4/3]"""
     height, width = images.shape[1:3]
     area, shape = _bounds(config)
@@ -136,7 +136,7 @@ def no_window_fits(config: TransformConfig, height: int, width: int) -> bool:
     return max(ratio[0], scale[0] * width / height) > min(ratio[1], width / height / scale[0])
 
 
-def _rotation(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
+def _rotation(images: np.ndarray, draws: RandomNumbers, config: TransformConfig) -> np.ndarray:
     """rotated about the center by -degrees to +degrees; fill: 0"""
     for image, (number,) in zip(images, draws.uniform(1), strict=True):
         image[...] = rotated(image, (2 * number - 1) * (config.degrees or 0.0), config.fill)
@@ -182,7 +182,7 @@ def as_stored(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.rint(values).clip(bounds.min, bounds.max).astype(dtype)
 
 
-def _color_jitter(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
+def _color_jitter(images: np.ndarray, draws: RandomNumbers, config: TransformConfig) -> np.ndarray:
     """brightness, contrast and saturation, in this order, times random factors of 1 - x to 1 + x; of bytes or [0, 1]"""
     strengths = np.array([config.brightness, config.contrast, config.saturation])
     factors = 1 + (2 * draws.uniform(3) - 1) * strengths
@@ -195,7 +195,7 @@ def _color_jitter(images: np.ndarray, draws: Draws, config: TransformConfig) -> 
     return images
 
 
-def _erasing(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
+def _erasing(images: np.ndarray, draws: RandomNumbers, config: TransformConfig) -> np.ndarray:
     """a rectangle of random area and aspect ratio is set to fill; p: 0.5, scale: [0.02, 0.33], ratio: [0.3, 3.3]"""
     height, width = images.shape[1:3]
     area, shape = _bounds(config)

@@ -13,18 +13,18 @@ import numpy as np
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import packing
 from hvd_train.data.balanced import Balanced
-from hvd_train.data.classes import Known, listing
-from hvd_train.data.combined import InputsAsLabels, Joined, joined_samples
+from hvd_train.data.classes import Known
+from hvd_train.data.combined import Concatenated, InputsAsLabels, joined_samples
 from hvd_train.data.dataset import NEW_RUN, DataRequest, DataSet, Parts, Whole, known
 from hvd_train.data.fitted import as_run, of_one_type, on_normalization
 from hvd_train.data.kinds import KINDS
-from hvd_train.data.label_values import check_values
 from hvd_train.data.lengths import Lengths, buckets_of
-from hvd_train.data.manifest import Manifest
+from hvd_train.data.number_labels import check_values
+from hvd_train.data.packed_manifest import PackManifest
 from hvd_train.data.ragged import Varying
 from hvd_train.data.transforms import transformed
 from hvd_train.data.user_data import imported, user_parts
-from hvd_train.errors import DataError
+from hvd_train.errors import DataError, listing
 from hvd_train.protocol import Source
 
 WITHOUT_PATH = ("digits", "diabetes", "synthetic")  # kinds that read no file of the user
@@ -142,7 +142,7 @@ def _divided(parts: Parts, request: DataRequest, config: DataConfig) -> dict[str
     for name in names[1:]:
         _check_same_fields(parts, names[0], name, where)
     if request.split == "all":
-        return {"all": next(iter(parts.values())) if len(parts) == 1 else Joined(list(parts.values()))}
+        return {"all": next(iter(parts.values())) if len(parts) == 1 else Concatenated(list(parts.values()))}
     if request.split and request.split not in parts:
         raise DataError(f"there is no part '{request.split}'", where=where, fix=f"there are {', '.join(names)} and all")
     return parts
@@ -196,7 +196,7 @@ def _check_same_fields(parts: Mapping[str, Source], first: str, second: str, whe
             raise DataError(what, where=where, fix="give both the same columns in the same order")
 
 
-def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.World) -> Manifest:
+def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.Processes) -> PackManifest:
     """Pack a data set of any kind into ``folder``, with all ranks of ``world``.
 
     Transforms are not packed: they are applied when the data are read, with other random numbers in each epoch.

@@ -15,24 +15,11 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import DataConfig
-from hvd_train.errors import DataError
+from hvd_train.errors import DataError, listing, noun_and_names
 from hvd_train.protocol import Field, Sample, Source
 
-LISTED = 20  # names in a message
 TRAINING = "the training part"
 MAX_NAME = 1000  # characters that a checkpoint's manifest takes
-
-
-def listing(names: Sequence[Any]) -> str:
-    """Write the first names as text, and the number of further ones."""
-    more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
-    return ", ".join(map(str, names[:LISTED])) + more
-
-
-def named(noun: str, names: Sequence[Any]) -> str:
-    """Write a noun with its names as text: ``class cat``, or ``columns age, height``."""
-    ending = ("es" if noun.endswith("s") else "s") * (len(names) != 1)
-    return f"{noun}{ending} {listing(names)}"
 
 
 def all_names(names: Sequence[str] | None, count: int) -> list[str]:
@@ -86,7 +73,7 @@ def by_number(title: str, names: Sequence[str]) -> str:
 
 def unknown(words: Sequence[Any], whose: str, names: Sequence[str], where: str) -> DataError:
     """Make the error for classes ``words`` that are not in ``names``, the classes of ``whose``."""
-    what = f"unknown {named('class', words)}: {whose} has {listing(names)}"
+    what = f"unknown {noun_and_names('class', words)}: {whose} has {listing(names)}"
     return DataError(what, where=where, fix="correct the labels, or leave these samples out")
 
 

@@ -20,7 +20,7 @@ def joined_samples(parts: Iterable[Source]) -> Sample:
     return reduce(Sample.joined, (part.sample for part in parts))
 
 
-class Joined:
+class Concatenated:
     """The concatenation of several parts of a data set."""
 
     def __init__(self, parts: Sequence[Source]) -> None:

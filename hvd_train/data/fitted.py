@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hvd_train.data.classes import Lookup, by_number, listing, unknown, values_of
+from hvd_train.data.classes import Lookup, by_number, unknown, values_of
 from hvd_train.data.column import INPUT, LABEL
 from hvd_train.data.transforms import drawn
-from hvd_train.errors import DataError
+from hvd_train.errors import DataError, listing
 from hvd_train.protocol import Field, Fields, Sample, Source
 
 
@@ -120,7 +120,7 @@ def as_run(source: Source, run: Sample, labels: bool, where: str, ignore: int) -
             label_maps[name] = FieldMap(its, order, lookup, run.labels[name].names, where, _other(field, dtype))
             label_fields[name] = replace(_classes_of(run.labels[name], field), dtype=dtype or field.dtype)
             _remark_on_label(name, run.labels[name], field, dtype, remarks)
-    sample = Sample(fields, label_fields, source.sample.told_classes or run.told_classes)
+    sample = Sample(fields, label_fields, source.sample.declared_classes or run.declared_classes)
     everything = {**input_maps, **label_maps}
     same = labels and sample == source.sample and all(x.plain and x.name == name for name, x in everything.items())
     return source if same and not remarks else Fitted(source, sample, input_maps, label_maps, remarks)

@@ -12,11 +12,11 @@ import numpy as np
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import images, webdataset
 from hvd_train.data.arrays import Arrays
-from hvd_train.data.classes import NUMBER, WHOLE, Known, Words, listing, numbers_of, values_of
+from hvd_train.data.classes import NUMBER, WHOLE, Known, Words, numbers_of, values_of
 from hvd_train.data.column import LABEL
 from hvd_train.data.dataset import DataRequest, Parts, Whole, class_task, existing_folder, existing_path, known
-from hvd_train.data.label_values import OF_NUMBERS, check_order
-from hvd_train.errors import DataError
+from hvd_train.data.number_labels import OF_NUMBERS, check_order
+from hvd_train.errors import DataError, listing
 
 
 def open_imagefolder(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:

@@ -97,7 +97,7 @@ def holds_images(folder: Path) -> bool:
     return any(path.suffix.lower() in SUFFIXES for one in folders for path in one.iterdir())
 
 
-class File(Protocol):
+class ImageFile(Protocol):
     """An image file: a path, or a member of an archive."""
 
     @property
@@ -126,7 +126,7 @@ class Listing:
     """The images of one part, sorted by class name and file name, and the files that are skipped."""
 
     where: Path
-    files: list[File] = field(default_factory=list)
+    files: list[ImageFile] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # the class of each file
     headers: list[Header] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)  # every class folder, also empty ones
@@ -185,7 +185,7 @@ def list_images(folder: Path, labels: bool = True) -> Listing:
     return listing
 
 
-def add_images(listing: Listing, candidates: Sequence[tuple[str, File]]) -> None:
+def add_images(listing: Listing, candidates: Sequence[tuple[str, ImageFile]]) -> None:
     """Add (class, file) pairs to the listing; files that are not images count as skipped."""
     for (kind, file), header in zip(candidates, _headers([file for _, file in candidates]), strict=True):
         if header is None:
@@ -196,7 +196,7 @@ def add_images(listing: Listing, candidates: Sequence[tuple[str, File]]) -> None
             listing.headers.append(header)
 
 
-def _skip(listing: Listing, kind: str, path: File) -> None:
+def _skip(listing: Listing, kind: str, path: ImageFile) -> None:
     what = "folder" if isinstance(path, Path) and path.is_dir() else path.suffix.lower() or "without an ending"
     listing.skipped.setdefault(kind, Counter())[what] += 1
 
@@ -211,7 +211,7 @@ def check_no_class_is_empty(listing: Listing) -> None:
         raise DataError(what, where=str(listing.where / name), fix=fix)
 
 
-def _headers(files: Sequence[File]) -> Iterator[Header | None]:
+def _headers(files: Sequence[ImageFile]) -> Iterator[Header | None]:
     parts = [files[start : start + TOGETHER] for start in range(0, len(files), TOGETHER)]
     with ThreadPoolExecutor(THREADS, "headers") as pool:
         for headers in pool.map(lambda part: [_header(file) for file in part], parts):
@@ -240,7 +240,7 @@ def _formats_of(suffix: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def _opened(path: File) -> Iterator[Any]:
+def _opened(path: ImageFile) -> Iterator[Any]:
     """Open an image without decoding its pixels yet; errors become a DataError with the file's name."""
     from PIL import Image
 
@@ -254,7 +254,7 @@ def _opened(path: File) -> Iterator[Any]:
         raise unreadable(str(path), error, "image") from error
 
 
-def _header(path: File) -> Header | None:
+def _header(path: ImageFile) -> Header | None:
     """Read a header; return None for a file that is not an image and has no suffix of one."""
     try:
         with _opened(path) as image:
@@ -266,7 +266,7 @@ def _header(path: File) -> Header | None:
         raise
 
 
-def _read_header(path: File, image: Any) -> Header:
+def _read_header(path: ImageFile, image: Any) -> Header:
     if image.mode.startswith(("I", "F")):  # Pillow would cut their values off at 255
         raise DataError(f"an image of mode {image.mode}", where=str(path), fix="store it with 8 bits per channel")
     tag = 1
@@ -298,7 +298,7 @@ def remarks_on_pixels(listing: Listing) -> list[str]:
     return lines
 
 
-def _is_transparent(path: File) -> bool:
+def _is_transparent(path: ImageFile) -> bool:
     """Return whether any pixel of an image is transparent."""
     with _opened(path) as image:
         return image.convert("RGBA").getextrema()[3][0] < 255

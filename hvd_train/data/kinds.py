@@ -20,8 +20,8 @@ from hvd_train.data.classes import Words
 from hvd_train.data.column import LABEL, is_class
 from hvd_train.data.dataset import DataRequest, Parts, Whole, class_task, existing_folder, existing_path, known
 from hvd_train.data.image_data import open_imagefolder, open_webdataset
-from hvd_train.data.label_values import check_order
 from hvd_train.data.labeled_text import open_labeled_text
+from hvd_train.data.number_labels import check_order
 from hvd_train.data.synthetic import Synthetic
 from hvd_train.data.table_data import open_table
 from hvd_train.data.text import Text

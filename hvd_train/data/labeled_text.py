@@ -13,12 +13,12 @@ from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.config.keys.lengths import LengthsConfig
 from hvd_train.data import tables
 from hvd_train.data.arrays import Arrays
-from hvd_train.data.classes import Known, listing, named
+from hvd_train.data.classes import Known
 from hvd_train.data.column import LABEL
 from hvd_train.data.dataset import DataRequest, Parts, Whole, existing_path, known
 from hvd_train.data.masked import CLS, SPECIAL, size_of, tokenizer_of, vocabulary
 from hvd_train.data.ragged import joined_rows
-from hvd_train.errors import DataError
+from hvd_train.errors import DataError, listing, noun_and_names
 
 TOKENS = "tokens"  # the name of the input
 
@@ -68,7 +68,7 @@ def _columns(config: DataConfig, file: Path, request: DataRequest) -> tuple[str,
         its = f"{of_run}, its name in the run" if of_run else "the text: the run has no name for its column"
         remarks.append(f"column {features[0]} is used as {its}")
     if of_run and not config.features and len(others) > 1:
-        extra = named("column", [name for name in others if name != of_run])
+        extra = noun_and_names("column", [name for name in others if name != of_run])
         remarks.append(f"{extra} {'is' if len(others) == 2 else 'are'} left out: the run was trained without")
     return features[0], config.labels, remarks
 

@@ -37,6 +37,11 @@ class Step:
     consumed: int
     rank: int = 0
 
+    @property
+    def local_count(self) -> int:
+        """Samples of this rank."""
+        return sum(batch.count for batch in self.micro_batches)
+
 
 class Loader:
     """Splits the epochs of a source into steps.

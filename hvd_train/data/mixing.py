@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from hvd_train.config import TransformConfig
-from hvd_train.data.augment import Draws, as_stored, below
+from hvd_train.data.augment import RandomNumbers, as_stored, below
 from hvd_train.data.order import mix
 from hvd_train.errors import DataError
 from hvd_train.protocol import PARTNER, SHARE, Fields, Sample, Source
@@ -81,7 +81,7 @@ class Mixed:
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
         indices, count = np.asarray(indices), len(indices)
-        draws = Draws(mix(mix(seed, epoch), self._number), indices)
+        draws = RandomNumbers(mix(mix(seed, epoch), self._number), indices)
         numbers = draws.uniform(8)
         partners = below(draws.bits(8)[:, 7], len(self))
         both = np.concatenate([indices, partners])

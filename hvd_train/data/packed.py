@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from hvd_train.config import DataConfig, TaskConfig
-from hvd_train.data.classes import named, numbers_of
+from hvd_train.data.classes import numbers_of
 from hvd_train.data.column import is_class, is_image
-from hvd_train.data.label_values import OF_NUMBERS
-from hvd_train.data.manifest import AGAIN, KINDS, MANIFEST, Manifest, Part, Shard, read_manifest
-from hvd_train.errors import DataError
+from hvd_train.data.number_labels import OF_NUMBERS
+from hvd_train.data.packed_manifest import AGAIN, KINDS, MANIFEST, PackedPart, PackManifest, Shard, read_manifest
+from hvd_train.errors import DataError, noun_and_names
 from hvd_train.protocol import Field, Fields, Sample
 
 
@@ -38,7 +38,7 @@ def label_classes(sample: Sample, task: TaskConfig) -> dict[str, bool]:
     return {name: task.classes(name, len(sample.labels) == 1) for name in sample.labels}
 
 
-def _check_task(manifest: Manifest, sample: Sample, config: DataConfig, task: TaskConfig, folder: Path) -> None:
+def _check_task(manifest: PackManifest, sample: Sample, config: DataConfig, task: TaskConfig, folder: Path) -> None:
     """Check that the labels, which were packed for one task, suit this task."""
     for name, wanted in label_classes(sample, task).items():
         field = sample.labels[name]
@@ -48,7 +48,7 @@ def _check_task(manifest: Manifest, sample: Sample, config: DataConfig, task: Ta
             raise DataError(what, where=str(folder), fix="pack with -c and this configuration's task.loss")
         loss, numbers = task.term(name)[0], numbers_of(field.names)
         if loss in OF_NUMBERS and numbers and [*numbers.values()] != [*range(len(numbers))]:
-            what = f"labels '{name}' were packed as the numbers of {named('class', field.names)}"
+            what = f"labels '{name}' were packed as the numbers of {noun_and_names('class', field.names)}"
             fix = f"pack with -c and this configuration's task.loss, {loss}: the labels are then the numbers themselves"
             raise DataError(what, where=str(folder), fix=fix)
         if config.num_classes and field.classes and config.num_classes != field.classes:
@@ -64,7 +64,9 @@ def _check_task(manifest: Manifest, sample: Sample, config: DataConfig, task: Ta
 class Packed:
     """A part of a packed data set."""
 
-    def __init__(self, folder: Path, part: Part, num_classes: int | None = None, images: bool | None = None) -> None:
+    def __init__(
+        self, folder: Path, part: PackedPart, num_classes: int | None = None, images: bool | None = None
+    ) -> None:
         self._count, self._rows = part.count, part.rows
         self.fingerprint, self.note, self.vocabulary = part.fingerprint, part.note, ""
         fields: dict[str, dict[str, Field]] = {kind: {} for kind in KINDS}

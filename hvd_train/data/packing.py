@@ -16,8 +16,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvd_train.config import TaskConfig
-from hvd_train.data.manifest import AGAIN, KINDS, MANIFEST, VERSION, Column, Manifest, Part, Shard, read_manifest
 from hvd_train.data.packed import label_classes, mapped
+from hvd_train.data.packed_manifest import (
+    AGAIN,
+    KINDS,
+    MANIFEST,
+    VERSION,
+    PackedColumn,
+    PackedPart,
+    PackManifest,
+    Shard,
+    read_manifest,
+)
 from hvd_train.errors import ConfigError, DataError, TrainError
 from hvd_train.files import LEFT, AtomicFile
 from hvd_train.protocol import Field, Source
@@ -28,7 +38,7 @@ PIECE_BYTES = 16 << 20  # fetched at once
 PARTS = ("train", "val", "test")
 
 
-class World(Protocol):
+class Processes(Protocol):
     """The processes that pack together, such as a communicator of mpi4py."""
 
     rank: int
@@ -47,8 +57,8 @@ class Alone:
 
 
 def pack(
-    train: Source, val: Source, test: Source | None, origin: str, task: TaskConfig, folder: Path, world: World
-) -> Manifest:
+    train: Source, val: Source, test: Source | None, origin: str, task: TaskConfig, folder: Path, world: Processes
+) -> PackManifest:
     """Write all parts, with the shards distributed over ranks; return the manifest, or raise an error, on every rank.
 
     ``origin``: a description of where the samples come from.
@@ -58,7 +68,7 @@ def pack(
     for name, source in zip(PARTS, (train, val, test), strict=True):
         if source is not None:
             parts[name] = _pack_part(name, source, folder, world)
-    manifest = Manifest(
+    manifest = PackManifest(
         version=VERSION,
         packed_from=origin,
         classes=label_classes(train.sample, task),
@@ -87,7 +97,7 @@ def _fresh(folder: Path) -> None:
         left.unlink()
 
 
-def _pack_part(name: str, source: Source, folder: Path, world: World) -> Part:
+def _pack_part(name: str, source: Source, folder: Path, world: Processes) -> PackedPart:
     """Write one part, and return its entry of the manifest."""
     n, fields = len(source), {kind: getattr(source.sample, kind) for kind in KINDS}
     widths = [_width(field) for kind in KINDS for field in fields[kind].values()]
@@ -104,14 +114,14 @@ def _pack_part(name: str, source: Source, folder: Path, world: World) -> Part:
         return shards
 
     shards_of_ranks = _on_all_ranks(world, write)
-    columns: dict[str, dict[str, Column]] = {kind: {} for kind in KINDS}
+    columns: dict[str, dict[str, PackedColumn]] = {kind: {} for kind in KINDS}
     for kind in KINDS:
         for field, facts in fields[kind].items():
             numbered = [pair for shards in shards_of_ranks for pair in shards.get((kind, field), {}).items()]
             in_order = [shard for _, shard in sorted(numbered, key=lambda pair: pair[0])]
-            columns[kind][field] = Column(field=facts, shards=in_order)
+            columns[kind][field] = PackedColumn(field=facts, shards=in_order)
     note = "\n".join(filter(None, [*getattr(source, "remarks", ()), getattr(source, "note", "")]))
-    return Part(count=n, rows=rows, fingerprint=source.fingerprint, note=note, **columns)
+    return PackedPart(count=n, rows=rows, fingerprint=source.fingerprint, note=note, **columns)
 
 
 def _write(
@@ -162,7 +172,7 @@ def _width(field: Field) -> int:
     return math.prod(field.shape) * np.dtype(field.dtype).itemsize
 
 
-def check(folder: Path, world: World) -> Manifest:
+def check(folder: Path, world: Processes) -> PackManifest:
     """Read all files, distributed over ranks, and compare their SHA-256; the first error is raised on all ranks."""
     manifest = _on_all_ranks(world, lambda: read_manifest(folder))[0]
 
@@ -180,7 +190,7 @@ def check(folder: Path, world: World) -> Manifest:
     return manifest
 
 
-def _on_all_ranks(world: World, work: Callable[[], Any]) -> list[Any]:
+def _on_all_ranks(world: Processes, work: Callable[[], Any]) -> list[Any]:
     """Run ``work`` on every rank and return all results; raise an error of one rank on all, so that none hangs."""
     result: Any = None
     error: TrainError | None = None

@@ -14,7 +14,7 @@ from hvd_train.errors import DataError
 END = object()
 
 
-class Stream:
+class StreamSource:
     """Access by index to an iterable, or to an object with ``iterate(epoch, start)``."""
 
     # A later index is reached by skipping, an earlier one by starting again: cheap for a loader with rising indices.

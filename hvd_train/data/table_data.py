@@ -13,11 +13,11 @@ import numpy as np
 from hvd_train.config import DataConfig, TaskConfig, did_you_mean
 from hvd_train.data import tables
 from hvd_train.data.arrays import Arrays
-from hvd_train.data.classes import Known, listing, named
+from hvd_train.data.classes import Known
 from hvd_train.data.column import LABEL
 from hvd_train.data.dataset import DataRequest, Parts, Whole, existing_path, known
 from hvd_train.data.ragged import joined_rows
-from hvd_train.errors import DataError
+from hvd_train.errors import DataError, listing, noun_and_names
 from hvd_train.protocol import Sample
 
 INDEX = re.compile(r"|Unnamed: \d+(\.\d+)*|__index_level_\d+__")  # names that pandas gives to a column of row numbers
@@ -48,7 +48,7 @@ def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
         _check_columns(file, features, labels, request.run)
         table = tables.Table.read(file, columns)
         if table.late and not parts and not config.features and not request.run:
-            remarks.append(f"{named('key', table.late)} of {file} left out, as its first line lacks them")
+            remarks.append(f"{noun_and_names('key', table.late)} of {file} left out, as its first line lacks them")
         of_part = _of_lists if any(table.is_list(name) for name in columns) else _of_table
         lines = [*([] if parts else remarks), *filter(None, [table.joined])]
         parts[part] = of_part(table, features, labels, classes, config, task, lines)
@@ -79,7 +79,7 @@ def _features(
     if not extra:
         return list(columns), []
     verb = "is" if len(extra) == 1 else "are"
-    remark = f"{named('column', extra)} {verb} left out: the run was trained without"
+    remark = f"{noun_and_names('column', extra)} {verb} left out: the run was trained without"
     return list(columns), [remark]
 
 
@@ -91,7 +91,8 @@ def _without_index(names: Sequence[str]) -> tuple[list[str], list[str]]:
     if not index or not kept:
         return list(names), []
     verb = "is" if len(index) == 1 else "are"
-    what = f"{named('column', [repr(name) for name in index])} {verb} left out, as pandas names row numbers like this"
+    columns = noun_and_names("column", [repr(name) for name in index])
+    what = f"{columns} {verb} left out, as pandas names row numbers like this"
     return kept, [f"{what} (data.features takes columns by name)"]
 
 
@@ -113,7 +114,7 @@ def _check_columns(file: Path, features: Sequence[str], labels: Sequence[str], r
     there = set(have)
     missing = [name for name in features if name not in there]
     if missing and run and next(iter(run.inputs.values())).columns:
-        what = f"{named('column', missing)} missing, with which the run was trained"
+        what = f"{noun_and_names('column', missing)} missing, with which the run was trained"
         raise DataError(what, where=str(file), fix=f"the file has {listing(have)}; give all of the run's columns")
     for key, names in (("features", features), ("labels", labels)):
         for name in names:
@@ -166,7 +167,7 @@ def _of_lists(
     listed = [name for name in (*features, *labels) if table.is_list(name)]
     if lengths is None:
         fix = "set data.lengths, for example {max_length: 200}"
-        raise DataError(f"{named('column', listed)} of lists", where=where, fix=fix)
+        raise DataError(f"{noun_and_names('column', listed)} of lists", where=where, fix=fix)
     if len(labels) > 1:
         raise DataError("several labels of a table with lists", where="data.labels", fix="name one column")
     inputs, columns = dict[str, Any](), dict[str, Any]()

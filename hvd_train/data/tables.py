@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvd_train.data.classes import NUMBER, WHOLE, Classes, Words, listing, remarks_on_missing, values_of
+from hvd_train.data.classes import NUMBER, WHOLE, Classes, Words, remarks_on_missing, values_of
 from hvd_train.data.column import loses_differences
 from hvd_train.data.formats import parquet_size, unreadable
 from hvd_train.data.images import PART_NAMES, part_of
 from hvd_train.data.jsonl import first_keys, read_jsonl
 from hvd_train.data.lines import LONGEST, check_empty_lines, delimiter, header, remark_on_lines
 from hvd_train.data.memory import check_free
-from hvd_train.errors import DataError
+from hvd_train.errors import DataError, listing
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import TaskConfig, TransformConfig
-from hvd_train.data.augment import BUILT_IN, MOVING, Draws, no_window_fits
+from hvd_train.data.augment import BUILT_IN, MOVING, RandomNumbers, no_window_fits
 from hvd_train.data.mixing import MIXING, Mixed
 from hvd_train.data.order import mix
 from hvd_train.errors import DataError, named_reason
@@ -50,7 +50,7 @@ class Transformed:
         inputs = {name: np.array(x) for name, x in fetched.items()}  # copies: transforms may write in place
         for number, step in enumerate(self._steps):
             # Each transform has its own key, so adding one does not change the random numbers of those before it.
-            inputs = step(inputs, Draws(mix(mix(seed, epoch), number), np.asarray(indices)))
+            inputs = step(inputs, RandomNumbers(mix(mix(seed, epoch), number), np.asarray(indices)))
         return inputs, labels
 
 
@@ -60,7 +60,7 @@ def drawn(source: Source, indices: np.ndarray, seed: int, epoch: int) -> tuple[F
     return draw(indices, seed, epoch) if draw else source.fetch(indices)
 
 
-_Step = Callable[[dict[str, np.ndarray], Draws], dict[str, np.ndarray]]
+_Step = Callable[[dict[str, np.ndarray], RandomNumbers], dict[str, np.ndarray]]
 
 
 def transformed(
@@ -168,7 +168,7 @@ def _user_step(function: Callable[..., Any], config: TransformConfig, where: str
     ``sample``: an array, or {name: array} if there are several inputs.
     """
 
-    def step(inputs: dict[str, np.ndarray], draws: Draws) -> dict[str, np.ndarray]:
+    def step(inputs: dict[str, np.ndarray], draws: RandomNumbers) -> dict[str, np.ndarray]:
         out = {name: np.empty_like(x) for name, x in inputs.items()}
         for k, (index, rng) in enumerate(zip(draws.indices, draws.generators(), strict=True)):
             sample = {name: x[k] for name, x in inputs.items()}

@@ -16,7 +16,7 @@ from hvd_train.data.classes import Known
 from hvd_train.data.column import LABEL, check_no_mask, is_class
 from hvd_train.data.dataset import DataRequest, Parts, known
 from hvd_train.data.ragged import RaggedRows, check_lengths, is_ragged, ragged_rows
-from hvd_train.data.streams import Stream
+from hvd_train.data.streams import StreamSource
 from hvd_train.errors import DataError, named_reason
 from hvd_train.protocol import Field, Fields, Source
 
@@ -251,7 +251,7 @@ class UserStream(UserSource):
         try:
             if len(user_source) == 0:
                 raise DataError("the data set is empty", where=where)
-            stream = Stream(user_source, where)
+            stream = StreamSource(user_source, where)
         except DataError:
             raise
         except Exception as error:

@@ -68,7 +68,7 @@ class _Section(io.RawIOBase):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TarMember:
     """A file within a tar file, whose data begin at byte ``start``."""
 
     tar: Path
@@ -143,9 +143,9 @@ def list_samples(files: Iterable[Path], where: Path, labels: bool) -> Listing:
     return listing
 
 
-def _samples(tar: Path) -> Iterator[dict[str, Member]]:
+def _samples(tar: Path) -> Iterator[dict[str, TarMember]]:
     """Yield for each sample of a tar file {lower-case name from the first dot on: the file}."""
-    samples: dict[str, dict[str, Member]] = {}
+    samples: dict[str, dict[str, TarMember]] = {}
     for member in _members(tar):
         folder, _, name = member.name.rpartition("/")
         stem, dot, suffix = name.partition(".")
@@ -157,11 +157,11 @@ def _samples(tar: Path) -> Iterator[dict[str, Member]]:
     yield from samples.values()
 
 
-def _members(tar: Path) -> list[Member]:
+def _members(tar: Path) -> list[TarMember]:
     """Return the regular files of an archive, which must be complete: a truncated copy would lose samples."""
     try:
         with tarfile.open(tar, "r:", tarinfo=_Header) as archive:
-            members = [Member(tar, one.name, one.offset_data, one.size) for one in archive if one.isreg()]
+            members = [TarMember(tar, one.name, one.offset_data, one.size) for one in archive if one.isreg()]
             end = archive.offset
         with tar.open("rb") as file:
             file.seek(end)
@@ -179,7 +179,7 @@ def _members(tar: Path) -> list[Member]:
     return members
 
 
-def _class_of(members: dict[str, Member], image: Member) -> str:
+def _class_of(members: dict[str, TarMember], image: TarMember) -> str:
     """Read the class of a sample, as text."""
     if CLASS in members:
         try:

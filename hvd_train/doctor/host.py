@@ -23,8 +23,8 @@ from hvd_train.launch.launchers.installed import find_tool
 from hvd_train.launch.start import command, environment
 from hvd_train.launch.world import World
 from hvd_train.protocol import Communicator
-from hvd_train.rank.session import Session
-from hvd_train.report.tables import table
+from hvd_train.report.text_tables import table
+from hvd_train.session import Session
 
 SECONDS, RANKS = 300, 2  # importing a framework from a busy file server may take minutes
 SIZES = {"4 KB": 1 << 10, "1 MB": 1 << 18, "32 MB": 1 << 23}  # name: float32 values

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from hvd_train.core.initialization import first_weight
-from hvd_train.core.mean import differing, mean
-from hvd_train.frontends.named_arrays import Layout, NamedArrays
+from hvd_train.core.reductions import differing, mean
+from hvd_train.frontends.named_arrays import NamedArrays, TensorLayout
 from hvd_train.protocol import (
     PARTNER,
     SHARE,
@@ -69,12 +69,12 @@ class StateTree(NamedArrays):
         """Return the native names of ``fixed``."""
         return [name for name in self._trainable if self.layouts[name].name in self.fixed]
 
-    def aliases(self, canonical: bool) -> dict[str, tuple[str, Layout | None]]:
+    def aliases(self, canonical: bool) -> dict[str, tuple[str, TensorLayout | None]]:
         """Return {name in a file: (key of ``state``, layout of the file's axes; None: canonical)}.
 
         ``canonical``: names and axes are those of checkpoints, else the framework's, with dots for slashes.
         """
-        known: dict[str, tuple[str, Layout | None]] = {}
+        known: dict[str, tuple[str, TensorLayout | None]] = {}
         for key in self._keys():
             prefix, layout = self._split(key)
             if layout:
@@ -89,7 +89,7 @@ class StateTree(NamedArrays):
         return {}
 
     @property
-    def _moved(self) -> dict[str, Any]:
+    def _unfrozen(self) -> dict[str, Any]:
         """The trainable tensors that are not frozen, by native name."""
         return {name: x for name, x in self._trainable.items() if self.layouts[name].name not in self.frozen}
 
@@ -186,7 +186,7 @@ class StateTree(NamedArrays):
     def to_stored(self, name: str, canonical: np.ndarray) -> np.ndarray:
         return self._from_native(self._layout(name).from_canonical(canonical))
 
-    def _layout(self, name: str) -> Layout:
+    def _layout(self, name: str) -> TensorLayout:
         return next(layout for layout in self.layouts.values() if layout.name == name)
 
     def _native(self, stored: np.ndarray) -> np.ndarray:
@@ -222,6 +222,6 @@ class StateTree(NamedArrays):
         data = self.groups.data
         if data.size > 1:
             # What is already equal on all ranks is not exchanged, and keeps its bits.
-            apart = differing(self._views(keys), data)
-            if apart:
-                self._assign(mean(self._arrays(apart), data, self.ops))
+            names = differing(self._views(keys), data)
+            if names:
+                self._assign(mean(self._arrays(names), data, self.ops))

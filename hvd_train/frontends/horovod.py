@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.checkpoint.arrays import PIECE_BYTES
+from hvd_train.checkpoint.serialize import PIECE_BYTES
 from hvd_train.errors import (
     SOME_RANK,
     CommunicationError,
@@ -30,8 +30,8 @@ from hvd_train.frontends.mpi import MpiWindow, mpi_world
 from hvd_train.frontends.traffic import Traffic
 from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import named
-from hvd_train.launch.launchers.foreign import ALONE
-from hvd_train.launch.rendezvous import rank as rendezvous
+from hvd_train.launch.launchers.detected import ALONE
+from hvd_train.launch.rendezvous import client as rendezvous
 from hvd_train.launch.rendezvous.ready import wait_for_ranks
 from hvd_train.launch.status import announce_met
 from hvd_train.protocol import Handle, Tensor

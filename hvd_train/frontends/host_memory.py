@@ -28,8 +28,8 @@ from hvd_train.protocol import Communicator, Tensor
 # 0: no shared memory. K > 1: each K consecutive ranks count as one host.
 VARIABLE = "HVD_TRAIN_HOST_MEMORY"
 # For a model that changes weights in its forward pass: each rank would repeat the change.
-CHANGES = "the model changes its own weights, which ranks of one host share"
-APART = f"set {VARIABLE}=0 in the environment"
+CHANGED_BY_MODEL = "the model changes its own weights, which ranks of one host share"
+UNSHARE = f"set {VARIABLE}=0 in the environment"
 CONNECT_SECONDS = 30.0
 ALIGN = 64  # bytes; each array begins at a multiple
 MESSAGE = struct.Struct("<I")

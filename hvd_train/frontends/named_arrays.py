@@ -12,7 +12,7 @@ from hvd_train.protocol import Tree, is_vector
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """A tensor's canonical name and axis order: canonical = native.reshape(view).transpose(axes).reshape(shape)."""
 
     name: str
@@ -27,7 +27,7 @@ class Layout:
         return self.scales or is_vector(self.name, self.shape)
 
     @classmethod
-    def of(cls, native_shape: Sequence[int], entry: tuple) -> Layout:
+    def of(cls, native_shape: Sequence[int], entry: tuple) -> TensorLayout:
         name, view, axes, shape = entry
         native = tuple(int(n) for n in native_shape)
         view = tuple(view or native)
@@ -45,10 +45,10 @@ class Layout:
         return np.ascontiguousarray(native).reshape(self.native_shape)
 
 
-def layouts_of(shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) -> dict[str, Layout]:
+def layouts_of(shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) -> dict[str, TensorLayout]:
     """Return layouts by native name. A tensor that is not in the model's ``table`` keeps its name and axes."""
     return {
-        native: Layout.of(shape, table.get(native, (native.replace("/", "."), None, None, shape)))
+        native: TensorLayout.of(shape, table.get(native, (native.replace("/", "."), None, None, shape)))
         for native, shape in shapes.items()
     }
 
@@ -60,7 +60,7 @@ class NamedArrays(ABC):
     canonical key has the canonical name instead. A key without a tensor's name (``slots/step``) is the same in both.
     """
 
-    layouts: dict[str, Layout]
+    layouts: dict[str, TensorLayout]
     words = 1  # of a key's prefix
 
     @abstractmethod
@@ -82,7 +82,7 @@ class NamedArrays(ABC):
         """Copy the arrays of these keys, or of all."""
         return {key: x.copy() for key, x in self._views(keys)}
 
-    def _split(self, key: str) -> tuple[str, Layout | None]:
+    def _split(self, key: str) -> tuple[str, TensorLayout | None]:
         prefix = "/".join(key.split("/")[: self.words]) + "/"
         return prefix, self.layouts.get(key[len(prefix) :])
 

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hvd_train.frontends.named_arrays import Layout
+from hvd_train.frontends.named_arrays import TensorLayout
 from hvd_train.protocol import Entry, Placement
 
 
 class ShardedSlots(ABC):
     """``entries`` and ``load`` over a subclass' pieces, each with ``layout``, ``first`` and ``last``.
 
-    ``slots``: {slot: a tensor for each piece}. A piece is cut from the flat tensor, in memory order.
+    ``_pieces``: those of each bucket. ``slots``: {slot: a tensor for each piece}. A piece is cut from the flat tensor,
+    in memory order.
     """
 
+    kernel: Any  # its ``counts_steps``: whether the formula needs the number of steps
     slots: Mapping[str, list[Any]]
+    _pieces: list[list[Any]]
 
-    @abstractmethod
-    def _all(self) -> Iterable[Any]:
+    def _all(self) -> Iterator[Any]:
         """Return the pieces, in the order of a slot's tensors."""
+        return itertools.chain(*self._pieces)
+
+    def _of_bucket(self, slot: str, bucket: int) -> list[Any]:
+        """Return the tensors of a slot for the pieces of a bucket."""
+        start = sum(map(len, self._pieces[:bucket]))
+        return self.slots[slot][start : start + len(self._pieces[bucket])]
 
     @abstractmethod
-    def _step_reader(self) -> Callable[[], np.ndarray] | None:
-        """Return a function that reads the number of steps as () float32; None if the formula needs none."""
+    def _read_step(self) -> np.ndarray:
+        """Return the number of steps, () float32."""
 
     @abstractmethod
     def _load_step(self, step: np.ndarray) -> None: ...
@@ -49,8 +58,8 @@ class ShardedSlots(ABC):
         """Return the whole tensor in memory order."""
 
     def entries(self) -> list[Entry]:
-        read_step = self._step_reader()
-        entries = [Entry("slots/step", Placement.REPLICATED, read_step)] if read_step else []
+        counts = self.kernel.counts_steps
+        entries = [Entry("slots/step", Placement.REPLICATED, self._read_step)] if counts else []
         for key, piece, slot in self._named():
             shape, whole = tuple(piece.layout.shape), partial(self._canonical, piece)
             entries.append(Entry(key, Placement.SHARDED, partial(self._read, slot), shape, whole))
@@ -62,7 +71,7 @@ class ShardedSlots(ABC):
             if key in tree:
                 stored = self._to_stored(piece, piece.layout.from_canonical(tree[key]))
                 self._write(slot, np.ascontiguousarray(stored).reshape(-1)[piece.first : piece.last])
-        if self._step_reader() and "slots/step" in tree:
+        if self.kernel.counts_steps and "slots/step" in tree:
             self._load_step(tree["slots/step"])
 
     def _named(self) -> Iterable[tuple[str, Any, Any]]:
@@ -71,5 +80,5 @@ class ShardedSlots(ABC):
                 yield f"slots/{name}/{piece.layout.name}", piece, slot
 
     def _canonical(self, piece: Any, stored: np.ndarray) -> np.ndarray:
-        layout: Layout = piece.layout
+        layout: TensorLayout = piece.layout
         return layout.to_canonical(self._to_native(piece, stored))

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd_train.core.mean import ordered_sum
+from hvd_train.core.reductions import ordered_sum
 from hvd_train.data.classes import all_names
-from hvd_train.data.label_values import OF_NUMBERS
+from hvd_train.data.number_labels import OF_NUMBERS
 from hvd_train.errors import ConfigError
 from hvd_train.jobs.job import Job
 from hvd_train.metrics.metric import says_yes
 from hvd_train.protocol import Batch, Field, one_or_all
 from hvd_train.report.plots import matrix
-from hvd_train.report.tables import table
+from hvd_train.report.text_tables import table
 
 MOST_CLASSES = 20  # up to which the terminal shows the whole matrix
 MOST_PAIRS = 20  # number of pairs shown for more classes

@@ -14,7 +14,7 @@ from hvd_train.update import auto, make_update
 from hvd_train.update.averaged_update import averaged
 from hvd_train.update.clip import Clip
 from hvd_train.update.exchange import Exchange
-from hvd_train.update.parameter_groups import ParameterGroups, Rule
+from hvd_train.update.parameter_groups import ParameterGroups, TensorSettings
 from hvd_train.update.state import read
 
 
@@ -58,7 +58,7 @@ def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0
     return averaged(config, update, frontend), compression
 
 
-def _freeze(job: Job, epoch: int) -> list[Rule]:
+def _freeze(job: Job, epoch: int) -> list[TensorSettings]:
     """Freeze the weights that are not trained in this epoch. Returns the rules of the others, in order."""
     frontend = job.frontend
     if job.parameter_groups is None:

@@ -15,12 +15,12 @@ from hvd_train.config import Config, FrontEndConfig
 from hvd_train.config.user_code import look_in
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, PYTORCH, Framework
-from hvd_train.frontends.plain import Exported, Trained
+from hvd_train.frontends.exporting import Exported, Trained
 from hvd_train.jobs.trained_run import choose_checkpoint, refuse_foreign
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Sample, one_or_all
-from hvd_train.rank.session import Session
 from hvd_train.run_folder.terminal import say
+from hvd_train.session import Session
 
 NATIVE = {framework.format: framework for framework in FRAMEWORKS.values() if framework.format}
 ENDINGS = {to: framework.ending for to, framework in NATIVE.items()}

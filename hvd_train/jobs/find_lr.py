@@ -14,8 +14,8 @@ import numpy as np
 from hvd_train.config import Config, OptimConfig
 from hvd_train.core import train_state
 from hvd_train.core.control_sync import StopSource
-from hvd_train.core.mean import ordered_sum
-from hvd_train.core.schedule import scale
+from hvd_train.core.learning_rate import scale
+from hvd_train.core.reductions import ordered_sum
 from hvd_train.core.step import StepRunner
 from hvd_train.core.training import Training
 from hvd_train.data.loader import Step

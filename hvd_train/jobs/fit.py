@@ -11,7 +11,7 @@ from typing import Any
 from hvd_train import faults
 from hvd_train.checkpoint.store import Snapshot
 from hvd_train.config import Config, leaves, resolved_yaml
-from hvd_train.core import joins
+from hvd_train.core import missed_averages
 from hvd_train.core.agreement import collectively
 from hvd_train.core.callbacks.advice import FewerRanksAdvice, OneThreadAdvice
 from hvd_train.core.control_sync import StopSource
@@ -27,7 +27,7 @@ from hvd_train.jobs.resume import find_checkpoint
 from hvd_train.jobs.user_hooks import hooks_of
 from hvd_train.launch import job_folders, snapshots
 from hvd_train.launch.environment import keep_memory, world
-from hvd_train.launch.exit import end_at_once
+from hvd_train.launch.failed_rank import end_at_once
 from hvd_train.launch.signals import SignalListener
 from hvd_train.run_folder import layout
 from hvd_train.run_folder.answering import FileWatch
@@ -125,7 +125,7 @@ def train(
         )
         trainer.before_epoch = partial(unfreeze, job, user_hooks=user_hooks)
         notes = trainer.restore(snapshot)
-    too_rare = joins.notes(config, trainer.schedule.total_steps, trainer.progress.step, trainer.limit)
+    too_rare = missed_averages.notes(config, trainer.schedule.total_steps, trainer.progress.step, trainer.limit)
     notes = [*config.notes, *trainer.schedule.notes(), *too_rare, *notes]
     if resume == "auto" and snapshot is None:
         notes = [f"note: --resume auto found no checkpoint in {run_dir}: the run begins anew", *notes]

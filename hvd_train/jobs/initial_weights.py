@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from hvd_train.checkpoint import store
-from hvd_train.checkpoint.arrays import read
 from hvd_train.checkpoint.manifest import sample_of
+from hvd_train.checkpoint.serialize import read
 from hvd_train.config import Config
 from hvd_train.config.names import nearest
-from hvd_train.data.classes import listing
 from hvd_train.data.dataset import DataSet
-from hvd_train.errors import CheckpointError, ConfigError, amount
+from hvd_train.errors import CheckpointError, ConfigError, amount, listing
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs.resume import saved_vocabulary
 from hvd_train.protocol import Field, Sample, Tree, WeightNames

@@ -21,8 +21,8 @@ from hvd_train.jobs.initial_weights import initialize
 from hvd_train.jobs.resume import resumes, split_as_before
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, FrontEnd, Sample, one_or_all
-from hvd_train.rank.session import Session
 from hvd_train.run_folder.terminal import long_step
+from hvd_train.session import Session
 from hvd_train.update.parameter_groups import ParameterGroups
 
 
@@ -116,7 +116,7 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
     if groups.links:
         parts, module = groups.links.size, record.stages_module()
     elif config.parallel.devices_per_rank > 1:
-        parts, module = config.parallel.devices_per_rank, record.placed_module()
+        parts, module = config.parallel.devices_per_rank, record.multi_device_module()
     with noting_inputs(config, data.sample):
         frontend = collectively(
             groups.world, lambda: module.open_frontend(FrontEndConfig.of(config), groups, data.sample)

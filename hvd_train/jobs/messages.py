@@ -11,10 +11,9 @@ from hvd_train.checkpoint import store
 from hvd_train.config import Config
 from hvd_train.core.hooks import Hook, unknown_events
 from hvd_train.core.loop import Trainer
-from hvd_train.data.classes import listing
 from hvd_train.data.dataset import DataSet
-from hvd_train.data.label_values import remark_on_ignored
-from hvd_train.errors import CheckpointError, amount, printable
+from hvd_train.data.number_labels import remark_on_ignored
+from hvd_train.errors import CheckpointError, amount, listing, printable
 from hvd_train.jobs.job import Job, described_inputs
 from hvd_train.jobs.resume import best_rule
 from hvd_train.protocol import Sample

@@ -14,7 +14,7 @@ from hvd_train.jobs.job import Job
 from hvd_train.jobs.prediction_files import sample_names, softmax
 from hvd_train.protocol import Field, one_or_all
 from hvd_train.report.plots import images
-from hvd_train.report.tables import table
+from hvd_train.report.text_tables import table
 
 MOST = 16  # misclassified images to show
 

@@ -9,7 +9,7 @@ from typing import Any
 from hvd_train.config import Config
 from hvd_train.config.user_code import look_in
 from hvd_train.data import catalog, packing
-from hvd_train.data.manifest import summary
+from hvd_train.data.packed_manifest import summary
 from hvd_train.errors import amount
 from hvd_train.launch.environment import world
 from hvd_train.run_folder.terminal import say

@@ -95,7 +95,7 @@ def _new_file(job: Job, names: bool, name: str, rows: np.ndarray, output: Path, 
     if not isinstance(field, Field) or field.shape:
         what = "the model predicts a class for each token or pixel"
         raise ConfigError(what, where="--names", fix="leave it out: the numbers are written as .npy", common=True)
-    wanted = max(2, field.classes or sample.told_classes or 0)
+    wanted = max(2, field.classes or sample.declared_classes or 0)
     if rows.ndim != 2 or rows.shape[1] < wanted:  # the argmax of a single number is always 0
         what = f"the model gives {rows.shape[1:]} for a sample, and not a number for each of {wanted} classes"
         raise ConfigError(what, where="--names", fix="leave it out: the numbers are written as .npy", common=True)

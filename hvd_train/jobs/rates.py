@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hvd_train.config import Config
 from hvd_train.config.user_code import look_in
-from hvd_train.core.schedule import Schedule
+from hvd_train.core.learning_rate import Schedule
 from hvd_train.data.catalog import open_data
 from hvd_train.report.plots import rates
 

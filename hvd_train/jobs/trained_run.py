@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.checkpoint import store
-from hvd_train.checkpoint.arrays import broadcast
 from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.checkpoint.resume_rules import changed_parts, check_tree, data_facts
+from hvd_train.checkpoint.serialize import broadcast
 from hvd_train.config import Config, load_config
 from hvd_train.config.user_code import look_in, source_of
 from hvd_train.core.agreement import collectively
@@ -22,8 +22,8 @@ from hvd_train.errors import ConfigError, DataError
 from hvd_train.files import ours_alone
 from hvd_train.jobs.job import Job, build_job
 from hvd_train.jobs.resume import best_rule, saved_vocabulary
-from hvd_train.rank.session import Session
 from hvd_train.run_folder.terminal import say, warn
+from hvd_train.session import Session
 
 
 def trained_config(

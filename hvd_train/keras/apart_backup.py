@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from hvd_train import files
-from hvd_train.checkpoint import arrays
+from hvd_train.checkpoint import serialize
 from hvd_train.core.agreement import collectively
 from hvd_train.errors import CheckpointError
 from hvd_train.keras.model_state import to_numpy
@@ -40,15 +40,15 @@ class BackupBeside(keras.callbacks.Callback):
             return
         local = {str(k): to_numpy(v) for k, v in enumerate(self._optimizer.variables)}
         tree = {STEPS: self._steps()} | {OUTER + name: x for name, x in self._apart.state().items()}
-        for rank, part in enumerate(self._world.gather_bytes(arrays.pack(local))):
-            tree |= {f"rank{rank}/{k}": x for k, x in arrays.unpack(part).items()}
+        for rank, part in enumerate(self._world.gather_bytes(serialize.pack(local))):
+            tree |= {f"rank{rank}/{k}": x for k, x in serialize.unpack(part).items()}
         if not self._world.rank:
-            files.put(self._path, arrays.pack(tree))
+            files.put(self._path, serialize.pack(tree))
 
     def restore(self) -> None:
         """Load the file if it belongs to the weights that ``BackupAndRestore`` has read. All ranks call it."""
         data = self._world.broadcast_bytes(collectively(self._world, self._read))
-        tree: Tree = arrays.unpack(data) if data else {}
+        tree: Tree = serialize.unpack(data) if data else {}
         if not tree:
             return
         if tree[STEPS] != self._steps():
@@ -67,7 +67,7 @@ class BackupBeside(keras.callbacks.Callback):
             return b""
         try:
             data = files.content(self._path)
-            arrays.unpack(data)  # only to check it before it is sent to the other ranks
+            serialize.unpack(data)  # only to check it before it is sent to the other ranks
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"it cannot be read: {error}", where=str(self._path), fix="remove it") from error
         return data

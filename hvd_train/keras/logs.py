@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvd_train.core.mean import ordered_sum
+from hvd_train.core.reductions import ordered_sum
 from hvd_train.keras.model_state import to_numpy
 from hvd_train.protocol import Communicator
 

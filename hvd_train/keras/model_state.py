@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvd_train.core.mean import differing, mean
+from hvd_train.core.reductions import differing, mean
 from hvd_train.keras.layers import LayerStates
 from hvd_train.keras.patches import optimizers_of
 from hvd_train.protocol import Communicator, Ops

@@ -44,7 +44,7 @@ def call(
         folder = Path(temporary)
         (folder / "path.json").write_text(json.dumps(_paths()))
         (folder / "call").write_bytes(packed)
-        code = launch(np, launcher, [temporary], module="hvd_train.launch.rank")
+        code = launch(np, launcher, [temporary], module="hvd_train.launch.run_function")
         return _results(folder, np, code)
 
 

@@ -44,8 +44,8 @@ LATER_SECONDS, TURN_SECONDS = 15.0, 3.0  # how much longer a leaf waits than the
 EXIT_SECONDS = 2.0  # for the hub's ranks to end first
 
 
-class Job(NamedTuple):
-    """The arguments of a host's process.
+class HostArguments(NamedTuple):
+    """The arguments of the process that reports the ranks of a host.
 
     ``hosts``: [(name, ranks)], the hub's first; ``here``: this host's index there. ``path``: the status of its ranks.
     ``limit``: seconds without a step until ranks are stuck. ``goes_on``: how the job continues after a loss.
@@ -68,7 +68,7 @@ class Job(NamedTuple):
 _started: list[subprocess.Popen] = []  # kept, because Python warns when a Popen of a running process is collected
 
 
-def start(job: Job) -> IO[bytes]:
+def start(job: HostArguments) -> IO[bytes]:
     """Start this host's process. The token goes to its standard input, where other users cannot see it."""
     # Isolated (-I): modules of the user's folder must not shadow those that this process needs.
     root = str(Path(__file__).parents[2])
@@ -81,7 +81,7 @@ def start(job: Job) -> IO[bytes]:
     return child.stdout
 
 
-def start_hub(job: Job) -> int:
+def start_hub(job: HostArguments) -> int:
     """Start the hub's process. Returns the port at which it listens, or 0 if it does not listen."""
     out = start(job)
     ready, _, _ = select.select([out], [], [], OPEN_SECONDS)
@@ -101,7 +101,7 @@ class Hub:
     ``serve`` returns when this host's ranks have ended, by themselves or because the hub has ended them.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: HostArguments) -> None:
         self._job, self._local = job, LocalRanks(job.path, job.hosts[0][1])
         self.hosts = [Host(name, ranks) for name, ranks in job.hosts]
         self._watchdog = HostsWatchdog(self.hosts, job.limit, self._all_stacks)
@@ -219,7 +219,7 @@ class Hub:
 class Leaf:
     """The process on another host, which reports its ranks to the hub and watches the hub."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: HostArguments) -> None:
         self._job, self._local = job, LocalRanks(job.path, job.hosts[job.here][1])
         self._large = time.monotonic()  # when a large message came back
         self._asked = 0
@@ -332,7 +332,7 @@ def main() -> None:
     # Ranks save when they are asked to end; this process ends when they have.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    job = Job(**json.load(sys.stdin))
+    job = HostArguments(**json.load(sys.stdin))
     with suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # its parent is bound to the core on which it computes
     with suppress(OSError):

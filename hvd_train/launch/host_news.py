@@ -16,9 +16,9 @@ from contextlib import suppress
 from typing import Any
 
 from hvd_train.errors import CommunicationError
-from hvd_train.launch.gloo import is_here
 from hvd_train.launch.hosts import check_way_back
 from hvd_train.launch.launchers.base import Launcher
+from hvd_train.launch.ssh_starter import is_here
 from hvd_train.launch.status import VERDICT, StatusTable, host_key, supported
 
 LOOK_SECONDS, PATIENCE_SECONDS = 0.1, 5.0  # between polls; for the launcher to end after the news of the job's end
@@ -41,7 +41,7 @@ class HostNews:
 
     @property
     def lost(self) -> str:
-        """The ranks that were lost first, with their hosts; empty if none was."""
+        """Return the ranks that were lost first, with their hosts; empty if none was."""
         return ", ".join(self.last.get("lost", []))
 
     def wait(self, child: subprocess.Popen) -> None:

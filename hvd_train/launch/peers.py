@@ -66,7 +66,9 @@ def watch(communicator: Communicator, limit: float, goes_on: str = "") -> Status
             table = table or StatusTable(len(company), path)
         except OSError:  # a kernel that isolates processes
             table = None
-    beats = len(hosts) > 1 and _beat(communicator, heartbeat.Job(hosts, here, path, limit, goes_on, ""), first)
+    beats = len(hosts) > 1 and _beat(
+        communicator, heartbeat.HostArguments(hosts, here, path, limit, goes_on, ""), first
+    )
     if slot is None or table is None:
         return None
     _companies.append(Company(table, company, name, len(hosts) if beats else 1))
@@ -87,7 +89,7 @@ def _gather_hosts(communicator: Communicator) -> list[tuple[str, list[int]]]:
     return list(groups.values())
 
 
-def _beat(communicator: Communicator, job: heartbeat.Job, first: bool) -> bool:
+def _beat(communicator: Communicator, job: heartbeat.HostArguments, first: bool) -> bool:
     """Start the heartbeat process of each host. Returns False if the hub does not listen."""
     # Rank 0's host listens first. Its token, addresses and port then go to the other hosts over Horovod.
     offer = ""

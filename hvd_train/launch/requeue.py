@@ -15,7 +15,7 @@ from hvd_train import files
 from hvd_train.checkpoint import store
 from hvd_train.errors import CheckpointError, CommunicationError, Interrupted
 from hvd_train.launch.launchers.base import FATAL
-from hvd_train.run_folder import reading
+from hvd_train.run_folder import safe_reading
 from hvd_train.run_folder.layout import REQUEUED
 from hvd_train.run_folder.terminal import say
 
@@ -60,7 +60,7 @@ def requeue(code: int, times: int, run_dir: Path | None) -> int:
 def _before(path: Path, job: str) -> int:
     """Return the step from which the job was requeued last time; 0 if none was saved then."""
     try:
-        last = reading.json_object(path)
+        last = safe_reading.json_object(path)
         return int(last["step"]) if last["job"] == job else 0
     except (OSError, CheckpointError, ValueError, KeyError, TypeError):
         return 0

@@ -39,7 +39,7 @@ class Shell(str):
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchJob:
     """A Slurm job. ``settings``: section ``slurm`` of the configuration, with the command line's changes."""
 
     settings: Mapping[str, Any]

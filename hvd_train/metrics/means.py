@@ -7,8 +7,8 @@ from abc import abstractmethod
 
 import numpy as np
 
-from hvd_train.metrics import losses
-from hvd_train.metrics.metric import Mean, Predictions, says_yes
+from hvd_train.metrics.metric import LabelForm, Mean, Predictions, says_yes
+from hvd_train.metrics.table import loss_function
 from hvd_train.protocol import Ops, Tensor
 
 EPSILON = 2.0**-52  # of float64
@@ -26,46 +26,29 @@ class BuiltInMean(Mean):
         return self.of_positions(p.outputs, p.labels, p.ops), p.present
 
 
-class CrossEntropy(BuiltInMean):
-    """The mean cross-entropy."""
+class MeanLoss(BuiltInMean):
+    """The mean of a built-in loss."""
+
+    def __init__(self, form: LabelForm, masked: bool = False, *, loss: str) -> None:
+        super().__init__(form, masked)
+        self._formula = loss_function(loss)
 
     def of_positions(self, z: Tensor, y: Tensor, ops: Ops) -> Tensor:
-        return losses.cross_entropy(z, y, ops)
+        return self._formula(z, y, ops)
 
 
-class Perplexity(CrossEntropy):
+class Perplexity(MeanLoss):
     """The exponential of the mean cross-entropy, an effective number of equal choices (Jelinek et al. 1977)."""
 
     def result(self, sums: np.ndarray) -> float:
         return float(np.exp(super().result(sums)))
 
 
-class BinaryCrossEntropy(BuiltInMean):
-    """The mean binary cross-entropy."""
-
-    def of_positions(self, z: Tensor, y: Tensor, ops: Ops) -> Tensor:
-        return losses.bce(z, y, ops)
-
-
-class SquaredError(BuiltInMean):
-    """The mean squared error."""
-
-    def of_positions(self, z: Tensor, y: Tensor, ops: Ops) -> Tensor:
-        return losses.mse(z, y, ops)
-
-
-class RootOfSquaredError(SquaredError):
+class RootOfSquaredError(MeanLoss):
     """The root of the mean squared error over all samples, not a mean of roots over batches."""
 
     def result(self, sums: np.ndarray) -> float:
         return math.sqrt(super().result(sums))
-
-
-class AbsoluteError(BuiltInMean):
-    """The mean absolute error."""
-
-    def of_positions(self, z: Tensor, y: Tensor, ops: Ops) -> Tensor:
-        return losses.mae(z, y, ops)
 
 
 class PercentageError(BuiltInMean):
@@ -73,13 +56,6 @@ class PercentageError(BuiltInMean):
 
     def of_positions(self, z: Tensor, y: Tensor, ops: Ops) -> Tensor:
         return abs(z - y) / ops.where(abs(y) > EPSILON, abs(y), EPSILON)
-
-
-class Huber(BuiltInMean):
-    """The mean of Huber's loss."""
-
-    def of_positions(self, z: Tensor, y: Tensor, ops: Ops) -> Tensor:
-        return losses.huber(z, y, ops)
 
 
 class Accuracy(BuiltInMean):

@@ -41,14 +41,11 @@ class MetricSpec:
 AVERAGES = {"": "", "_macro": "macro", "_micro": "micro", "_weighted": "weighted"}
 
 METRICS: dict[str, MetricSpec] = {
-    "cross_entropy": MetricSpec("min", "classes", "means:CrossEntropy"),
-    "mse": MetricSpec("min", "numbers", "means:SquaredError"),
-    "mae": MetricSpec("min", "numbers", "means:AbsoluteError"),
-    "huber": MetricSpec("min", "numbers", "means:Huber"),
-    "bce": MetricSpec("min", "numbers", "means:BinaryCrossEntropy"),
+    "cross_entropy": MetricSpec("min", "classes", "means:MeanLoss", {"loss": "cross_entropy"}),
+    **{name: MetricSpec("min", "numbers", "means:MeanLoss", {"loss": name}) for name in ("mse", "mae", "huber", "bce")},
     "mape": MetricSpec("min", "numbers", "means:PercentageError"),
-    "perplexity": MetricSpec("min", "classes", "means:Perplexity"),
-    "rmse": MetricSpec("min", "numbers", "means:RootOfSquaredError"),
+    "perplexity": MetricSpec("min", "classes", "means:Perplexity", {"loss": "cross_entropy"}),
+    "rmse": MetricSpec("min", "numbers", "means:RootOfSquaredError", {"loss": "mse"}),
     "accuracy": MetricSpec("max", "both", "means:Accuracy"),
     "top5": MetricSpec("max", "classes", "means:Top5"),
     "balanced_accuracy": MetricSpec("max", "both", "counts:BalancedAccuracy"),

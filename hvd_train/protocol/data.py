@@ -59,12 +59,12 @@ class Field:
 class Sample:
     """The fields of a sample. A model gets a single input directly, several as a dictionary.
 
-    ``told_classes``: the number of classes from the data or the configuration if no label's loss is cross_entropy.
+    ``declared_classes``: the number of classes from the data or the configuration if no label's loss is cross_entropy.
     """
 
     inputs: Mapping[str, Field]
     labels: Mapping[str, Field]
-    told_classes: int | None = None
+    declared_classes: int | None = None
 
     @property
     def input_shape(self) -> Any:
@@ -75,7 +75,7 @@ class Sample:
     def num_classes(self) -> Any:
         """Return the number of classes, or {label: number} for several labels; None: labels are not classes."""
         numbers = {name: field.classes for name, field in self.labels.items() if field.classes}
-        return one_or_all(numbers) if numbers else self.told_classes
+        return one_or_all(numbers) if numbers else self.declared_classes
 
     def joined(self, other: Sample) -> Sample:
         """Merge the fields of a training and a validation part: classes are those of either."""

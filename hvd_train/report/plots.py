@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.errors import CheckpointError, amount, printable
-from hvd_train.run_folder import jsonl
-from hvd_train.run_folder.reading import number
+from hvd_train.run_folder import metrics_file
+from hvd_train.run_folder.safe_reading import number
 from hvd_train.run_folder.terminal import warn
 
 
@@ -51,10 +51,10 @@ def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
     names = [run_dir.name for run_dir in run_dirs]
     runs = []
     for run_dir in run_dirs:
-        rows, damaged = jsonl.read(run_dir)
+        rows, damaged = metrics_file.read(run_dir)
         runs.append((_label(run_dir.name if len(set(names)) == len(names) else str(run_dir)), rows))
         if damaged:
-            warn(f"{amount(damaged, 'damaged line')} of {run_dir / jsonl.NAME} left out")
+            warn(f"{amount(damaged, 'damaged line')} of {run_dir / metrics_file.NAME} left out")
     # All other keys of an evaluation are metrics.
     fixed = ("event", "epoch", "step", "samples", "lr", "samples_per_second")
     lines = [row for _, rows in runs for row in rows if row["event"] == "val"]

@@ -12,8 +12,8 @@ from typing import Any
 from hvd_train.errors import CheckpointError, ConfigError, amount, printable
 from hvd_train.report.braille import Canvas
 from hvd_train.report.plots import steps
-from hvd_train.report.tables import cell
-from hvd_train.run_folder import jsonl, layout, lock, reading
+from hvd_train.report.text_tables import cell
+from hvd_train.run_folder import layout, lock, metrics_file, safe_reading
 
 FIXED = ("event", "epoch", "step", "samples", "lr", "samples_per_second")  # all other keys of a log line are metrics
 EVENTS = ("train", "val")
@@ -31,7 +31,7 @@ class WatchedRun:
             raise ConfigError("there is no such run folder", where=str(run_dir))
         self.run_dir = run_dir
         self.rows: list[dict[str, Any]] = []
-        self.config = reading.yaml_object(run_dir / CONFIG)
+        self.config = safe_reading.yaml_object(run_dir / CONFIG)
         self.damaged, self._failure = 0, ""  # the number of unreadable lines; why the file cannot be read
         self._stamp: tuple[int, ...] = ()
         self._ended_since: tuple[str, float] | None = None
@@ -39,18 +39,18 @@ class WatchedRun:
     def update(self) -> bool:
         """Read the log again if it has changed; return whether it has."""
         try:
-            status = os.stat(self.run_dir / jsonl.NAME)
+            status = os.stat(self.run_dir / metrics_file.NAME)
         except OSError:
             return False
         stamp = status.st_ino, status.st_size, status.st_mtime_ns
         if stamp == self._stamp:
             return False
         try:
-            (self.rows, self.damaged), self._stamp, self._failure = jsonl.read(self.run_dir), stamp, ""
+            (self.rows, self.damaged), self._stamp, self._failure = metrics_file.read(self.run_dir), stamp, ""
         except CheckpointError as error:  # removed meanwhile, or the file system fails, or another kind of file
             self._failure = error.what
             return False
-        self.config = self.config or reading.yaml_object(self.run_dir / CONFIG)
+        self.config = self.config or safe_reading.yaml_object(self.run_dir / CONFIG)
         return True
 
     def end(self) -> str:
@@ -79,15 +79,15 @@ class WatchedRun:
     def _finished(self) -> str:
         """Describe the result if the summary is up to date, else return ""."""
         with suppress(OSError, CheckpointError):
-            summary = reading.json_object(self.run_dir / layout.SUMMARY)
+            summary = safe_reading.json_object(self.run_dir / layout.SUMMARY)
             steps, at = summary.get("steps"), summary.get("paused_at")
             last = self.rows[-1]["step"] if self.rows else 0
-            if lock.state(self.run_dir) == "free" and reading.number(steps) and steps >= last:
+            if lock.state(self.run_dir) == "free" and safe_reading.number(steps) and steps >= last:
                 numbers = {name: x for name, x in summary.items() if name.startswith("val_") and name != "val_samples"}
-                rows = [(n.replace("_", " "), cell(x)) for n, x in numbers.items() if reading.number(x)]
+                rows = [(n.replace("_", " "), cell(x)) for n, x in numbers.items() if safe_reading.number(x)]
                 nothing = "an evaluation without a value" if summary.get("val_samples") else "no evaluation"
                 listed = printable(", ".join(map(" ".join, rows)), one_line=True) or nothing
-                return f"left after epoch {at}: {listed}" if reading.number(at) and at else f"done: {listed}"
+                return f"left after epoch {at}: {listed}" if safe_reading.number(at) and at else f"done: {listed}"
         return ""
 
     def metrics(self) -> list[str]:
@@ -105,13 +105,13 @@ class WatchedRun:
         """Describe the last line of the log."""
         row = next((row for row in reversed(self.rows) if row["event"] in EVENTS), None)
         if row is None:
-            return f"{jsonl.NAME} {self._failure}" if self._failure else "no line of the log yet"
+            return f"{metrics_file.NAME} {self._failure}" if self._failure else "no line of the log yet"
         epochs, most = self.config.get("max_epochs"), self.config.get("max_steps")
         words = [f"epoch {row['epoch']}" + (f"/{epochs}" if _small(epochs) else "")]
         words.append(f"step {row['step']:,}" + (f" of at most {most:,}" if _small(most) else ""))
-        if reading.number(row.get("samples_per_second")):
+        if safe_reading.number(row.get("samples_per_second")):
             words.append(f"{cell(row['samples_per_second'], ',.0f')} samples/s")
-        if reading.number(row.get("lr")):
+        if safe_reading.number(row.get("lr")):
             words.append(f"lr {row['lr']:.3g}")
         if self.damaged:
             words.append(f"{amount(self.damaged, 'damaged line')} left out")
@@ -156,6 +156,7 @@ def news(run: WatchedRun, shown: int) -> Iterator[str]:
     """Yield a line of text for each evaluation in the log from row ``shown`` on."""
     for row in run.rows[shown:]:
         if row["event"] == "val":
-            listed = (f"{name} {cell(row[name])}" for name in row if name not in FIXED and reading.number(row[name]))
-            text = f"epoch {row['epoch']}, step {row['step']:,}: validation {', '.join(listed)}"
+            names = [name for name in row if name not in FIXED and safe_reading.number(row[name])]
+            listed = ", ".join(f"{name} {cell(row[name])}" for name in names)
+            text = f"epoch {row['epoch']}, step {row['step']:,}: validation {listed}"
             yield printable(text, one_line=True)

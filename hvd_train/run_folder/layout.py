@@ -15,7 +15,7 @@ from typing import Any
 from hvd_train import files
 from hvd_train.checkpoint import store
 from hvd_train.errors import CheckpointError, ConfigError
-from hvd_train.run_folder import reading
+from hvd_train.run_folder import safe_reading
 
 SUMMARY = "summary.json"
 REQUEUED = "requeued.json"  # the step from which the job was requeued last
@@ -48,7 +48,7 @@ def goes_on(run_dir: Path, resume: str | None) -> bool:
 def summary_steps(run_dir: Path) -> int:
     """Return the number of steps in a run's summary; 0 without a readable summary."""
     with suppress(OSError, CheckpointError):
-        steps = reading.json_object(run_dir / SUMMARY).get("steps")
+        steps = safe_reading.json_object(run_dir / SUMMARY).get("steps")
         return steps if isinstance(steps, int) else 0
     return 0
 

@@ -13,10 +13,10 @@ from typing import Any
 from hvd_train import faults
 from hvd_train.checkpoint import store
 from hvd_train.errors import CheckpointError, amount
-from hvd_train.run_folder import jsonl, layout, reading
+from hvd_train.run_folder import layout, metrics_file, safe_reading
 from hvd_train.run_folder.answering import FileWatch
-from hvd_train.run_folder.jsonl import MetricsFile
 from hvd_train.run_folder.lock import Lock
+from hvd_train.run_folder.metrics_file import MetricsFile
 from hvd_train.run_folder.tensorboard import Events
 from hvd_train.run_folder.terminal import LongStep, Terminal, on_terminal, say, warn
 from hvd_train.run_folder.trackers.calls import Trackers
@@ -241,25 +241,26 @@ class RunLog:
         """Move files of an earlier start into ``left-XXXX`` if this run will not rewrite them with the same steps."""
         later = layout.summary_steps(self.run_dir) > step
         names = [layout.SUMMARY] * later
-        lines = len(jsonl.read(self.run_dir)[0]) if step == 0 and (self.run_dir / jsonl.NAME).exists() else 0
-        names += [jsonl.NAME] * bool(lines)
+        written = step == 0 and (self.run_dir / metrics_file.NAME).exists()
+        lines = len(metrics_file.read(self.run_dir)[0]) if written else 0
+        names += [metrics_file.NAME] * bool(lines)
         if names:
             left = layout.leave(self.run_dir, names)
             why = "there is no checkpoint, so the run begins at step 0" if step == 0 else f"the run is at step {step}"
-            what = [f"{amount(lines, 'line')} of {jsonl.NAME}"] * bool(lines) + ["the summary"] * later
+            what = [f"{amount(lines, 'line')} of {metrics_file.NAME}"] * bool(lines) + ["the summary"] * later
             self.warning(f"{why}; {' and '.join(what)} of an earlier start are now in {left}")
 
     def _truncate_after(self, step: int) -> None:
-        if not (self.run_dir / jsonl.NAME).exists():
+        if not (self.run_dir / metrics_file.NAME).exists():
             return
-        rows, damaged = jsonl.read(self.run_dir)
+        rows, damaged = metrics_file.read(self.run_dir)
         # A run that stopped within an evaluation repeats it, and logs its line again.
         end = {"val": step + (not self.evaluates_again)}
         kept = [json.dumps(row) + "\n" for row in rows if row["step"] < end.get(row["event"], step + 1)]
-        layout.put(self.run_dir / jsonl.NAME, "".join(kept))
+        layout.put(self.run_dir / metrics_file.NAME, "".join(kept))
         if damaged:
             lines = "1 damaged line" if damaged == 1 else f"{damaged} damaged lines"
-            self.message(f"{lines} of {jsonl.NAME} left out")
+            self.message(f"{lines} of {metrics_file.NAME} left out")
 
     def summary(self, values: dict[str, Any]) -> None:
         """Write summary.json and finish metrics.jsonl. Raises CheckpointError if one of them cannot be written."""
@@ -377,7 +378,7 @@ class RunLog:
 def _speed(path: Path, values: dict[str, Any]) -> dict[str, float]:
     """Return the speed in the summary ``path`` if it is for the same weights, for a run that took no step."""
     with suppress(OSError, ValueError, KeyError, TypeError, CheckpointError):
-        before = reading.json_object(path)
+        before = safe_reading.json_object(path)
         if before["weights_sha256"] == values["weights_sha256"]:
             return {"samples_per_second": float(before["samples_per_second"])}
     return {}

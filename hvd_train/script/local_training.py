@@ -16,7 +16,7 @@ import numpy as np
 from hvd_train.compression import make
 from hvd_train.config import ExchangeConfig
 from hvd_train.config.conflicts import LOCAL, LOCAL_SCRIPT, VERIFY, Feature, check_together
-from hvd_train.core.mean import differing, mean
+from hvd_train.core.reductions import differing, mean
 from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, amount
 from hvd_train.frontends.base import checksum
 from hvd_train.frontends.serial import Serial

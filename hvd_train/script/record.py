@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.checkpoint.arrays import pack
+from hvd_train.checkpoint.serialize import pack
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, Tree
 

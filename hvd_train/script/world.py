@@ -20,13 +20,13 @@ from hvd_train.errors import CommunicationError, ConfigError, EndedRankError, Lo
 from hvd_train.frontends.horovod import HorovodCommunicator
 from hvd_train.launch import peers
 from hvd_train.launch.environment import STALL, world
-from hvd_train.launch.exit import exit_rank, exit_with_error, rank_tag
+from hvd_train.launch.failed_rank import exit_rank, exit_with_error, rank_tag
 from hvd_train.launch.status import SCRIPT
 from hvd_train.launch.watchdog import VARIABLE
 from hvd_train.launch.world import World
 from hvd_train.protocol import Communicator, Handle, Tensor
-from hvd_train.rank.session import Session
 from hvd_train.script import weight_check
+from hvd_train.session import Session
 
 _sessions: list[Session] = []  # at most one
 COMPRESSOR_OPTIONS = tuple(option for one in COMPRESSORS.values() for option in one.options)

@@ -15,9 +15,9 @@ from hvd_train.launch import logged
 from hvd_train.launch import submit as jobs
 from hvd_train.run_folder.terminal import say
 from hvd_train.sweep.folder import CONFIG, LOG, PLAN, Sweep, begin, fail, load, state
-from hvd_train.sweep.plan import Trial
 from hvd_train.sweep.results import finish, left
 from hvd_train.sweep.rungs import ladder
+from hvd_train.sweep.trials import Trial
 
 TRIAL = jobs.Shell('"$trial"')
 WORDS = ("fit", "-c", jobs.Shell(f"{TRIAL}/{CONFIG}"), "--resume", "auto")
@@ -47,7 +47,7 @@ def line(folder: Path) -> str:
     return f'trial={shlex.quote(str(folder))}/trial-$(printf %03d "$SLURM_ARRAY_TASK_ID")'
 
 
-def script(batch: jobs.Batch, sweep: Sweep, at_once: int | None) -> str:
+def script(batch: jobs.BatchJob, sweep: Sweep, at_once: int | None) -> str:
     """Return the batch script, which is the same for all tasks."""
     return batch.script(
         batch.hvd_train(WORDS),

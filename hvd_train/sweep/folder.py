@@ -16,9 +16,9 @@ from hvd_train.config import digest, load_config, resolved_yaml
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.files import content as content_of
 from hvd_train.files import put
-from hvd_train.run_folder import reading
-from hvd_train.sweep.plan import Trial
+from hvd_train.run_folder import safe_reading
 from hvd_train.sweep.rungs import Rung
+from hvd_train.sweep.trials import Trial
 
 PLAN, DECIDED, CONFIG, FAILED, LOG = "sweep.json", "rungs.json", "trial.yaml", "failed.json", "output.log"
 
@@ -115,7 +115,7 @@ def state(sweep: Sweep, trial: Trial) -> State:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    return reading.parsed(content_of(path))
+    return safe_reading.parsed(content_of(path))
 
 
 def fail(trial: Trial, error: str, code: int) -> None:

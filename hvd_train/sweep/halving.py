@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_train.sweep.folder import Sweep, decide_rung, state, survivors
-from hvd_train.sweep.plan import Trial
+from hvd_train.sweep.trials import Trial
 
 
 def turn(sweep: Sweep) -> tuple[list[Trial], int | None]:

@@ -9,9 +9,9 @@ from hvd_train.launch.launchers.installed import python
 from hvd_train.launch.start import environment
 from hvd_train.sweep.folder import CONFIG, LOG, Sweep, begin, fail, state
 from hvd_train.sweep.halving import turn
-from hvd_train.sweep.plan import Trial
+from hvd_train.sweep.progress import live
 from hvd_train.sweep.results import report
-from hvd_train.sweep.table import live
+from hvd_train.sweep.trials import Trial
 
 
 def train_trials(sweep: Sweep, num_proc: int | None, launcher: str, resume: bool) -> int:

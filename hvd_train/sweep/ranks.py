@@ -22,13 +22,13 @@ from hvd_train.launch.launchers import named
 from hvd_train.launch.signals import SignalListener, listen
 from hvd_train.launch.world import World
 from hvd_train.protocol import Communicator
-from hvd_train.rank.session import Session, failures_explained
 from hvd_train.run_folder.terminal import warn
+from hvd_train.session import Session, failures_explained
 from hvd_train.sweep.folder import LOG, Sweep, begin, fail
 from hvd_train.sweep.halving import turn
-from hvd_train.sweep.plan import Trial
+from hvd_train.sweep.progress import live
 from hvd_train.sweep.results import report
-from hvd_train.sweep.table import live
+from hvd_train.sweep.trials import Trial
 
 PATIENCE = 10.0  # seconds to wait for the other ranks after a trial failed on one
 

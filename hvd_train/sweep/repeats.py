@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_train.errors import ConfigError
 from hvd_train.sweep.folder import Sweep, state
-from hvd_train.sweep.plan import Trial
+from hvd_train.sweep.trials import Trial
 
 FOLD, SEED = "data.fold", "seed"
 OPTIONS = {FOLD: "--folds", SEED: "--seeds"}

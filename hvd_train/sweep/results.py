@@ -13,12 +13,12 @@ from hvd_train.config import resolved_yaml
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.files import put
 from hvd_train.report.plots import set_ticks
-from hvd_train.report.tables import table
+from hvd_train.report.text_tables import table
 from hvd_train.run_folder.terminal import say
 from hvd_train.sweep import repeats
 from hvd_train.sweep.folder import Sweep, state
 from hvd_train.sweep.halving import best_first
-from hvd_train.sweep.plan import Trial
+from hvd_train.sweep.trials import Trial
 
 LETTERS = 24  # of a value in the picture, and of all values along an axis before they are rotated
 

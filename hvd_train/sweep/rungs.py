@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hvd_train.errors import ConfigError
-from hvd_train.sweep.plan import Trial
+from hvd_train.sweep.trials import Trial
 
 SAME = ("max_epochs", "check_val_every_n_epoch", "checkpoint")
 

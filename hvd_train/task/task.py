@@ -29,7 +29,7 @@ M = TypeVar("M", bound=Metric)
 
 
 @dataclass(frozen=True)
-class Entry(Generic[M]):
+class MetricEntry(Generic[M]):
     """A metric with its title, the index of its objective, and the indices of its sums in the vector."""
 
     title: str
@@ -66,10 +66,10 @@ class Task:
         # Whether the W of any loss depends on the data, and must be summed over ranks before the step.
         self.weighted_by_data = any(objective.weighted_by_data for objective in self.objectives)
         end = sum(1 + objective.weighted_by_data for objective in self.objectives)
-        self._means: list[Entry[Mean]] = []
+        self._means: list[MetricEntry[Mean]] = []
         for k, title, metric in titled:
             if isinstance(metric, Mean):
-                self._means.append(Entry(title, k, metric, [*range(end, end + metric.length)]))
+                self._means.append(MetricEntry(title, k, metric, [*range(end, end + metric.length)]))
                 end += metric.length
         self.samples = end  # the index of the number of samples
         for entry in self._means:
@@ -77,10 +77,10 @@ class Task:
             if entry.metric.length == 1:
                 entry.sums.append(self.samples)
         end += 1
-        self._others: list[Entry[Metric]] = []
+        self._others: list[MetricEntry[Metric]] = []
         for k, title, metric in titled:
             if not isinstance(metric, Mean):
-                self._others.append(Entry(title, k, metric, [*range(end, end + metric.length)]))
+                self._others.append(MetricEntry(title, k, metric, [*range(end, end + metric.length)]))
                 end += metric.length
         self.length = end
         # {objective with a ranking metric such as AUC: its number of binary labels}
@@ -202,7 +202,7 @@ class Task:
         for objective, (value, count) in zip(self.objectives, self.entries, strict=True):
             losses[f"{objective.output}_loss"] = share(*sums[[value, count]].tolist())
         values: dict[str, float] = {"loss": sum(losses.values()), **(losses if len(losses) > 1 else {})}
-        metrics: tuple[Entry[Any], ...] = (*self._means, *self._others)
+        metrics: tuple[MetricEntry[Any], ...] = (*self._means, *self._others)
         if not samples:
             return dict.fromkeys([*values, *(entry.title for entry in metrics)], math.nan) | {"samples": 0}
         for entry in metrics:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_train.core.mean import WIDE, sums
+from hvd_train.core.reductions import WIDE, sums
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.pytorch.eager import eager
 from hvd_train.script import weight_check

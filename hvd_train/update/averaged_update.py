@@ -27,9 +27,9 @@ class AveragedUpdate:
     def __init__(
         self, update: Replicated, make: Callable[[Replicated], WeightAverage], model: TracksStatistics
     ) -> None:
-        self.update, self._model, self._moved = update, model, update.moved
+        self.update, self._model, self._owned = update, model, update.owned
         self.average = make(update)
-        update.move = self.average.step
+        update.update_weights = self.average.step
         self._weights: list[Tensor] = []  # this rank's weights, while the model has the average
         self._statistics: Tree = {}  # running statistics of the weights that the model does not hold now
         self._received: Tree = {}  # from a checkpoint: averages that are not ready
@@ -63,13 +63,13 @@ class AveragedUpdate:
             self.update.frontend.run_queued()
             if self.average.needs_statistics:
                 self._model.average_statistics()  # as for a checkpoint, which a run may resume from
-            self._weights = self._moved.read()
-            self._moved.write(self.average.global_weights())
+            self._weights = self._owned.read()
+            self._owned.write(self.average.global_weights())
             self._exchange_statistics()
 
     def take_local_weights(self) -> None:
         if self._weights:
-            self._moved.write(self._weights)
+            self._owned.write(self._weights)
             self._weights = []
             self._exchange_statistics()
 
@@ -90,8 +90,8 @@ class AveragedUpdate:
     def _weight_entries(self) -> list[Entry]:
         """List the training weights and statistics if the averages are ready, otherwise the unfinished averages."""
         if not self.average.ready:
-            return self._moved.entries(MEAN, self.average.global_weights)
-        entries = self._moved.entries(TRAINING, lambda: self._weights or self._moved.read())
+            return self._owned.entries(MEAN, self.average.global_weights)
+        entries = self._owned.entries(TRAINING, lambda: self._weights or self._owned.read())
         for key, x in self._statistics.items() if self._weights else ():
             name = STATISTICS + key.removeprefix("statistics/")
             entries.append(Entry(name, Placement.REPLICATED, lambda x=x: x))  # type: ignore[misc]
@@ -106,7 +106,7 @@ class AveragedUpdate:
             received, self._received, self._weights = self._received, {}, []
             self.average.begin_average()
             if any(key.startswith(MEAN) for key in received):
-                self.average.take_average(self._moved.read_from(MEAN, received))
+                self.average.take_average(self._owned.read_from(MEAN, received))
             other = any(key.startswith(STATISTICS) for key in received)
             self._statistics = self._model.running_statistics() if other else {}
         self.update.load(tree, placement)

@@ -18,7 +18,7 @@ from hvd_train.update.flat_state import FlatState
 from hvd_train.update.replicated import Replicated
 
 STEPS = IN_FLIGHT + "steps"  # the entry with the number of gradients in flight
-Landed = tuple[list[Tensor], list[State]]
+Reduced = tuple[list[Tensor], list[State]]
 
 
 class Delayed(Replicated):
@@ -52,7 +52,7 @@ class Delayed(Replicated):
         self._weights = kept() if delay and compensation else []
         # The number of gradients stored so far, and whether the last one is still to be reduced (1) or not (0).
         self._steps, self._local = ops.keep_number(0), ops.keep_number(0)
-        self._land: Callable[[], Landed] | None = None
+        self._pending: Callable[[], Reduced] | None = None
         self._due: Any = False
 
     # ---- within a step
@@ -60,7 +60,7 @@ class Delayed(Replicated):
     def begin(self) -> None:
         """Start the exchange of the gradient of the last step, if it has not been reduced for a checkpoint."""
         if self.delay:
-            self._land = self.frontend.ops.start_if(self._local.read() > 0, self._depart, self._newest)
+            self._pending = self.frontend.ops.start_if(self._local.read() > 0, self._start_newest, self._stored_newest)
 
     def start(self, bucket: int, gradient: Tensor) -> Any:
         """Store a gradient; the next ``begin`` starts its exchange."""
@@ -70,7 +70,7 @@ class Delayed(Replicated):
         """Store this step's gradients; return the due ones, reduced and clipped, for ``step`` to apply."""
         if not self.delay:
             return super().finish(started)
-        reduced = [self._arrived(), *([cell.read() for cell in cells] for cells in self._gradients[1:])]
+        reduced = [self._await_newest(), *([cell.read() for cell in cells] for cells in self._gradients[1:])]
         due = reduced.pop()
         self._due = self._steps.read() >= self.delay
         if self._weights:
@@ -84,25 +84,25 @@ class Delayed(Replicated):
         return due
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
-        move = partial(self.move, gradients, learning_rate)
+        update = partial(self.update_weights, gradients, learning_rate)
         if self.delay:
-            self.frontend.ops.do_if(self._due, move)
+            self.frontend.ops.do_if(self._due, update)
         else:
-            move()
+            update()
 
-    def _depart(self) -> Callable[[], Landed]:
+    def _start_newest(self) -> Callable[[], Reduced]:
         """Start the exchange of the newest gradient; return the function that waits for it."""
         started = [self.exchange.start(b, cell.read(), self._state(b)) for b, cell in enumerate(self._gradients[0])]
         return lambda: self.exchange.finish(started)
 
-    def _newest(self) -> Landed:
+    def _stored_newest(self) -> Reduced:
         """Return the newest gradient, and the residuals, as stored."""
         return [cell.read() for cell in self._gradients[0]], [self._state(b) for b in range(len(self.buckets))]
 
-    def _arrived(self) -> list[Tensor]:
+    def _await_newest(self) -> list[Tensor]:
         """Wait for the reduced gradient of the last step; zeros before there is one."""
-        gradients, states = (self._land or self._newest)()
-        self._land = None
+        gradients, states = (self._pending or self._stored_newest)()
+        self._pending = None
         self._write_states(states)
         return gradients
 
@@ -112,8 +112,8 @@ class Delayed(Replicated):
         """Reduce the gradient of the last step now, so that ``state`` holds it."""
         self.frontend.run_queued()
         if int(self._local.read()):
-            self._land = self._land or self._depart()
-            _write(self._gradients[:1], [self._arrived()])
+            self._pending = self._pending or self._start_newest()
+            _write(self._gradients[:1], [self._await_newest()])
             self._local.write(0)
 
     def state(self) -> list[Entry]:

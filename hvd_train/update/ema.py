@@ -31,7 +31,7 @@ class ExponentialMean(WeightAverage):
         self._steps = self._ops.keep_number(0)  # since the mean was updated
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
-        self._move_weights(gradients, learning_rate)
+        self._update_weights(gradients, learning_rate)
         if self.every == 1:
             self._move()
             return

@@ -34,7 +34,7 @@ class EpochMean(WeightAverage):
         return self._finished and self.count > 0
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
-        self._move_weights(gradients, learning_rate)
+        self._update_weights(gradients, learning_rate)
 
     def end_epoch(self, epoch: int, epochs: int) -> None:
         # The end of an epoch is repeated if its evaluation was interrupted.

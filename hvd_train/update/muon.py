@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from hvd_train.config import OptimConfig
 from hvd_train.protocol import Ops, Tensor
-from hvd_train.update.optimizers import Formula
+from hvd_train.update.layerwise import Formula
 
 # The polynomial a s + b s^3 + c s^5 brings singular values s in (0, 1] near 1 when applied TIMES times.
 COEFFICIENTS, TIMES = (3.4445, -4.7750, 2.0315), 5

@@ -45,13 +45,16 @@ class Outer(LocalUpdate):
         self.steps, self.rate, self.momentum, self.synchronous, self.feedback = steps, rate, momentum, start, feedback
         fragments = self._divide(frontend)
         exchange = exchange.divided(fragments)
-        self._joint, self._together = exchange.unclipped(), exchange.uncompressed(exchange.communicator)
+        self._delta_exchange, self._synchronous_exchange = (
+            exchange.unclipped(),
+            exchange.uncompressed(exchange.communicator),
+        )
         # The same buckets for gradients, so that the optimizer's flat weights match the deltas.
-        self._alone = exchange.uncompressed(alone)
-        super().__init__(frontend, self._alone)
+        self._local_exchange = exchange.uncompressed(alone)
+        super().__init__(frontend, self._local_exchange)
         self._flat = FlatState(frontend, self.buckets)
         self._fragments = [[b for b, members in enumerate(self.buckets) if members[0] in part] for part in fragments]
-        self._errors = self._kept_residuals = self._cells(self._joint)
+        self._errors = self._kept_residuals = self._cells(self._delta_exchange)
         first = [frontend.ops.to_numpy(x) for x in frontend.flat_weights()]
         self._global = [frontend.ops.keep(x) for x in first]
         self._velocity = [frontend.ops.keep(np.zeros_like(x)) for x in first if momentum]
@@ -68,14 +71,14 @@ class Outer(LocalUpdate):
 
     def before_step(self, step: int, samples: int) -> None:
         local = step > self.synchronous
-        exchange = self._alone if local else self._together
+        exchange = self._local_exchange if local else self._synchronous_exchange
         if self.exchange is not exchange:
             self.exchange, self.local_gradients = exchange, local
             self.frontend.retrace()
         if local:
             self._samples[:, 1:] += samples, 1
         elif local_before := int(self._samples[0, 2]):  # a resumed run with a later start: optimizer states differ
-            what = "the ranks have trained apart before, and their optimizers differ"
+            what = "the ranks have trained locally before, and their optimizers differ"
             fix = f"set it to at most {step - 1 - local_before}"
             raise ConfigError(what, where=f"exchange.outer_start: {self.synchronous}", fix=fix, common=True)
 
@@ -93,10 +96,10 @@ class Outer(LocalUpdate):
 
     def join_all(self) -> None:
         """Synchronize all weights; all ranks call it after the same step."""
-        self._combine_all(self._share(0))
+        self._combine_all(self._take_share(0))
         self.diverged = False
 
-    def _share(self, fragment: int) -> Tensor:
+    def _take_share(self, fragment: int) -> Tensor:
         """Return this rank's share of the samples since the last sync, () float64, and reset the counts."""
         local, total = self._samples[fragment, :2]
         self._samples[fragment, :2] = 0
@@ -106,7 +109,7 @@ class Outer(LocalUpdate):
 
     def _combine(self, share: Tensor) -> None:
         buckets = range(len(self.buckets))
-        self._move(buckets, self._reduce(self._deltas(buckets, share)))
+        self._outer_step(buckets, self._reduce(self._deltas(buckets, share)))
 
     def _deltas(self, buckets: Sequence[int], share: Tensor) -> list[Tensor]:
         """Return this rank's part of d, (n,) for each bucket."""
@@ -123,23 +126,25 @@ class Outer(LocalUpdate):
         states = [tuple(cell.read() for cell in cells) for cells in self._errors]
         # Only the residual is scaled; PowerSGD's basis follows it.
         faded = [(self.feedback * state[0], *state[1:]) if state else () for state in states]
-        reduced, states = self._joint.reduce(deltas, faded)
+        reduced, states = self._delta_exchange.reduce(deltas, faded)
         for cells, state in zip(self._errors, states, strict=True):
             for cell, value in zip(cells, state, strict=True):
                 cell.write(value)
         return reduced
 
-    def _move(self, buckets: Sequence[int], deltas: Sequence[Tensor]) -> None:
+    def _outer_step(self, buckets: Sequence[int], deltas: Sequence[Tensor]) -> None:
         """Update v, G and w."""
         for b, delta in zip(buckets, deltas, strict=True):
             cells = [self._global[b], *self._velocity[b : b + 1]]
             local = [self.optimizer.weights(b)] if self.mix else []
-            weights, *moved = self.frontend.ops.in_blocks(self._moved, delta, *(cell.read() for cell in cells), *local)
+            weights, *moved = self.frontend.ops.in_blocks(
+                self._outer_formula, delta, *(cell.read() for cell in cells), *local
+            )
             for cell, x in zip(cells, moved, strict=True):
                 cell.write(x)
             self.optimizer.take(b, weights)
 
-    def _moved(self, delta: Tensor, common: Tensor, *rest: Tensor) -> list[Tensor]:
+    def _outer_formula(self, delta: Tensor, common: Tensor, *rest: Tensor) -> list[Tensor]:
         """Return w, G and v, if there is one, after an outer step; ``rest``: v and w before it."""
         velocities = list(rest[:1]) if self._velocity else []
         if velocities:

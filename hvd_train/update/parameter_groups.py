@@ -8,14 +8,12 @@ from fnmatch import fnmatchcase
 
 from hvd_train.config import OptimConfig
 from hvd_train.config.names import nearest
-from hvd_train.errors import ConfigError, amount
+from hvd_train.errors import ConfigError, amount, listing
 from hvd_train.protocol import TensorSpec
-
-LISTED = 30  # names in a message
 
 
 @dataclass(frozen=True)
-class Rule:
+class TensorSettings:
     """The optimizer settings of a tensor.
 
     ``factor``: its learning rate relative to the schedule's. ``since``: the first epoch (from 0) that trains it; None:
@@ -34,7 +32,7 @@ class Rule:
         return optim.model_copy(update={"weight_decay": self.weight_decay})
 
 
-def step_key(rule: Rule) -> str:
+def step_key(rule: TensorSettings) -> str:
     """Return the name of the step count; tensors that are unfrozen later count from then on."""
     return f"slots/step_from_epoch_{rule.since}" if rule.since else "slots/step"
 
@@ -44,7 +42,7 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern.replace("/", "."))
 
 
-def rule_of(optim: OptimConfig, name: str) -> Rule:
+def rule_of(optim: OptimConfig, name: str) -> TensorSettings:
     """Return the rule for the tensor of this canonical name."""
     rate, decay, since = optim.lr, optim.weight_decay, 0
     frozen = fixed = False
@@ -55,7 +53,7 @@ def rule_of(optim: OptimConfig, name: str) -> Rule:
             if group.freeze is not None:
                 frozen, since, fixed = group.freeze, group.until_epoch or 0, group.fix_statistics
     # A quotient, so that scaling, schedule and plateaus apply to all groups alike.
-    return Rule(rate / optim.lr, decay, None if frozen and not since else since, fixed)
+    return TensorSettings(rate / optim.lr, decay, None if frozen and not since else since, fixed)
 
 
 class ParameterGroups:
@@ -69,7 +67,7 @@ class ParameterGroups:
                 near = nearest(group.match.strip("*?."), {part for name in self.rules for part in name.split(".")})
                 guess = f"is it {near!r}? " if near else ""
                 what, where = f"{group.match!r} matches no weight", f"optim.groups.{number}.match"
-                raise ConfigError(what, where=where, fix=f"{guess}there are {_listing(list(self.rules))}")
+                raise ConfigError(what, where=where, fix=f"{guess}there are {listing(list(self.rules))}")
         if len(self.frozen(0)) == len(self.rules):
             what = "every weight is frozen at the start"
             raise ConfigError(
@@ -103,14 +101,9 @@ class ParameterGroups:
         frozen = set(self.frozen(0))
         if frozen:
             trained = [spec for spec in self.specs if spec.name not in frozen]
-            lines.append(f"  trained at the start: {_size(trained)}, {_listing([spec.name for spec in trained])}")
+            lines.append(f"  trained at the start: {_size(trained)}, {listing([spec.name for spec in trained])}")
         return ["optim.groups:", *lines]
 
 
 def _size(specs: Collection[TensorSpec]) -> str:
     return f"{amount(len(specs), 'tensor')} of {sum(spec.size for spec in specs):,} weights"
-
-
-def _listing(names: Sequence[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

@@ -20,7 +20,7 @@ from hvd_train.protocol import (
     Tree,
 )
 from hvd_train.update.error_meter import compression_error
-from hvd_train.update.moved_weights import MovedWeights
+from hvd_train.update.owned_weights import OwnedWeights
 
 # Name prefixes of the training weights and running statistics in a checkpoint whose weights are an average
 # (update/averaged_update.py).
@@ -45,8 +45,8 @@ class Replicated:
     def __init__(self, frontend: Parameters, exchange: Exchange) -> None:
         self.frontend, self.exchange, self.local_gradients = frontend, exchange, exchange.op == "adasum"
         self.optimizer = self._connect()
-        self.move: Callable[[Sequence[Tensor], Any], None] = self.optimizer.step
-        self.moved = MovedWeights(frontend, self.optimizer, self.buckets)
+        self.update_weights: Callable[[Sequence[Tensor], Any], None] = self.optimizer.step
+        self.owned = OwnedWeights(frontend, self.optimizer, self.buckets)
         self._residuals = self._cells(exchange)
         self._kept_residuals = self._residuals  # the ones saved in checkpoints
         self._training: Tree = {}  # from a checkpoint of averages: training weights and statistics
@@ -84,7 +84,7 @@ class Replicated:
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
         """Update weights and optimizer state from reduced gradients."""
-        self.move(gradients, learning_rate)
+        self.update_weights(gradients, learning_rate)
 
     def failures(self, gradients: Sequence[Tensor]) -> Tensor:
         """Count the ranks on which a gradient is not finite, (1,) float32. All ranks call it before ``reduce``."""

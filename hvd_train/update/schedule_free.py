@@ -42,7 +42,7 @@ class ScheduleFree(WeightAverage):
         self._total.write(total)
         # A parameter group multiplies all three by its factor on the rate. The share is then the second over the
         # third, also if the rate is 0.
-        self._move_weights(gradients, ops.stack([rate, share, rate * 0 + 1]))
+        self._update_weights(gradients, ops.stack([rate, share, rate * 0 + 1]))
 
     def global_weights(self) -> list[Tensor]:
         share = 1 / self.beta - 1

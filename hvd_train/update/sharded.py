@@ -40,7 +40,7 @@ from hvd_train.protocol import (
 from hvd_train.update.error_meter import compression_error
 from hvd_train.update.exchange import Exchange, Started
 from hvd_train.update.flat_state import FlatState
-from hvd_train.update.moved_weights import MovedWeights
+from hvd_train.update.owned_weights import OwnedWeights
 from hvd_train.update.replicated import Replicated
 
 
@@ -195,7 +195,7 @@ class Sharded(Replicated):
             self._parts.share(self.host)
         self._shardable = frontend
         super().__init__(frontend, self._parts)
-        self.moved = MovedParts(frontend, self.optimizer, self._parts)
+        self.owned = OwnedParts(frontend, self.optimizer, self._parts)
 
     def _connect(self) -> Optimizer:
         return cast(Optimizer, self._shardable.connect_sharded(self))
@@ -210,11 +210,11 @@ class Sharded(Replicated):
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
         self._norms = count()
         if self.host is None:
-            self.move(gradients, learning_rate)
+            self.update_weights(gradients, learning_rate)
             self._gather()
             return
         self.host.barrier("backward")  # no rank reads the old weights any more
-        self.move(gradients, learning_rate)
+        self.update_weights(gradients, learning_rate)
         if len(self.host.hosts) > 1:
             self._gather()
         self.host.barrier("weights")
@@ -254,7 +254,7 @@ class Sharded(Replicated):
         return [*self._sharded.entries(), *self._residual_entries()]
 
 
-class MovedParts(MovedWeights):
+class OwnedParts(OwnedWeights):
     """The weights that this rank updates: its part of each bucket."""
 
     def __init__(self, frontend: Parameters, optimizer: Optimizer, exchange: ShardedExchange) -> None:

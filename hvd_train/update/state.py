@@ -56,7 +56,7 @@ def training_state(frontend: Model, update: Update, into: Tree | None = None) ->
     return frontend.state(into) | read(update.state(), Placement.REPLICATED, into)
 
 
-class Cell:
+class EagerCell:
     """A tensor kept for later steps, for eager frameworks."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -74,8 +74,8 @@ class EagerControl:
 
     block = 1 << 16  # entries: several blocks fit into the cache of a core
 
-    def keep_number(self, x: int) -> Cell:
-        return Cell(x)
+    def keep_number(self, x: int) -> EagerCell:
+        return EagerCell(x)
 
     def do_if(self, condition: bool, work: Callable[[], None]) -> None:
         if condition:

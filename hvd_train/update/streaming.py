@@ -46,13 +46,15 @@ class Streaming(Outer):
         self.interval = steps // fragments
         ways = (
             [partial(self._deltas, part) for part in self._fragments],
-            [partial(self._arrived, k) for k in range(fragments)],
+            [partial(self._fragment_step, k) for k in range(fragments)],
         )
-        self._take, self._put = ([frontend.compiled(way) for way in of] for of in ways)
-        self._send = [frontend.in_background(partial(self._start, part), self._finish) for part in self._fragments]
+        self._fragment_deltas, self._fragment_steps = ([frontend.compiled(way) for way in of] for of in ways)
+        self._send_fragment = [
+            frontend.in_background(partial(self._start, part), self._finish) for part in self._fragments
+        ]
         # The fragment in flight, and the function that waits for its d.
-        self._part: tuple[int, Callable[[], Sequence[Tensor]]] | None = None
-        self._parts_received: Tree = {}  # from a checkpoint
+        self._in_flight: tuple[int, Callable[[], Sequence[Tensor]]] | None = None
+        self._received: Tree = {}  # from a checkpoint
 
     def _divide(self, frontend: Parameters) -> Sequence[Collection[int]]:
         """Assign each tensor, the largest first, to the fragment with the fewest entries."""
@@ -72,69 +74,72 @@ class Streaming(Outer):
         self.diverged = True
         turn, place = divmod(step, self.interval)
         if place == 0:
-            self._depart((turn - 1) % self.fragments)
-        if place == self.lag and self._part:
-            self._arrive()
+            self._start_fragment((turn - 1) % self.fragments)
+        if place == self.lag and self._in_flight:
+            self._apply_fragment()
             self.diverged = self.fragments > 1 or self.lag > 0 or self.mix > 0
 
     def join_all(self) -> None:
-        if self._part:
-            self._arrive()
+        if self._in_flight:
+            self._apply_fragment()
         for fragment, (_, samples, _) in enumerate(self._samples.tolist()):
             if samples:  # else it has sent in this step
-                self._depart(fragment)
-                self._arrive()
+                self._start_fragment(fragment)
+                self._apply_fragment()
         self._load_common_weights()
         self.diverged = False
 
-    def _depart(self, fragment: int) -> None:
-        self._part = fragment, self._send[fragment](*self._take[fragment](self._share(fragment)))
+    def _start_fragment(self, fragment: int) -> None:
+        self._in_flight = (
+            fragment,
+            self._send_fragment[fragment](*self._fragment_deltas[fragment](self._take_share(fragment))),
+        )
 
-    def _arrive(self) -> None:
+    def _apply_fragment(self) -> None:
         """Wait for the averaged change in flight, and apply it to its fragment."""
-        assert self._part
-        (fragment, wait), self._part = self._part, None
-        self._put[fragment](*wait())
+        assert self._in_flight
+        (fragment, wait), self._in_flight = self._in_flight, None
+        self._fragment_steps[fragment](*wait())
 
     # ---- the outer step of a fragment
 
     def _start(self, buckets: Sequence[int], *deltas: Tensor) -> list[Tensor]:
-        return [self._joint.start(b, delta, ()) for b, delta in zip(buckets, deltas, strict=True)]
+        return [self._delta_exchange.start(b, delta, ()) for b, delta in zip(buckets, deltas, strict=True)]
 
     def _finish(self, started: Sequence[Tensor]) -> list[Tensor]:
-        return self._joint.finish(started)[0]
+        return self._delta_exchange.finish(started)[0]
 
-    def _arrived(self, fragment: int, *deltas: Tensor) -> None:
-        self._move(self._fragments[fragment], deltas)
+    def _fragment_step(self, fragment: int, *deltas: Tensor) -> None:
+        self._outer_step(self._fragments[fragment], deltas)
 
     # ---- what a checkpoint keeps
 
     @property
     def in_flight(self) -> bool:
-        return self._part is not None
+        return self._in_flight is not None
 
     def finish_transfers(self) -> None:
         """Wait for the averaged change in flight. It is applied later, at its own step."""
-        if self._part:
-            fragment, wait = self._part
-            self._part = fragment, _result(wait())
+        if self._in_flight:
+            fragment, wait = self._in_flight
+            self._in_flight = fragment, _result(wait())
 
     def state(self) -> list[Entry]:
         entries = super().state()
         self.finish_transfers()
-        if self._part:
-            fragment, wait = self._part
+        if self._in_flight:
+            fragment, wait = self._in_flight
             for b, delta in zip(self._fragments[fragment], wait(), strict=True):
                 entries += self._flat.entries(PART, b, lambda delta=delta: delta)  # type: ignore[misc]
         return entries
 
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
         if placement is Placement.REPLICATED:
-            self._parts_received |= {key: x for key, x in tree.items() if key.startswith(PART)}
+            self._received |= {key: x for key, x in tree.items() if key.startswith(PART)}
         else:
-            self._part, received, self._parts_received = None, self._parts_received, {}
+            self._in_flight, received, self._received = None, self._received, {}
             for fragment, part in enumerate(self._fragments):
                 names = [name for b in part for name in self._flat.names(PART, b)]
                 if received.keys() == set(names):  # else the fragments were others
-                    self._part = fragment, _result([self._flat.flat(PART, b, received) for b in part])
+                    self._in_flight = fragment, _result([self._flat.flat(PART, b, received) for b in part])
         super().load(tree, placement)

@@ -25,7 +25,7 @@ class WeightAverage(ABC):
     def __init__(self, update: Replicated) -> None:
         self._ops = update.frontend.ops
         self._optimizer: Any = update.optimizer
-        self._move_weights, self._weights = update.move, update.moved
+        self._update_weights, self._weights = update.update_weights, update.owned
 
     needs_statistics = False  # whether running statistics must be gathered for the averages
 

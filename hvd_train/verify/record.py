@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.checkpoint.arrays import pack, unpack
+from hvd_train.checkpoint.serialize import pack, unpack
 from hvd_train.config import load_config
 from hvd_train.core.hooks import Hook, StepInfo
 from hvd_train.core.loop import Trainer
-from hvd_train.core.stages import of_other_stages
+from hvd_train.core.stage_state import of_other_stages
 from hvd_train.core.training import Training
 from hvd_train.jobs import job as jobs
 from hvd_train.jobs.connect import connect

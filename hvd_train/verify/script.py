@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd_train.checkpoint.arrays import unpack
+from hvd_train.checkpoint.serialize import unpack
 from hvd_train.errors import ConfigError, amount
 from hvd_train.launch.environment import world
 from hvd_train.launch.start import launch
 from hvd_train.protocol import Tree
 from hvd_train.run_folder.terminal import say
 from hvd_train.script.record import VARIABLE
-from hvd_train.verify.compare import Comparison, report_page, text
+from hvd_train.verify.compare_worlds import Comparison, report_page, text
 from hvd_train.verify.difference import Difference, Runs, findings, rows
 from hvd_train.verify.record import Record, samples_of, stages_of
 

@@ -15,9 +15,9 @@ from work import MODELS, RANKS, settings
 
 from hvd_train.config import Config, load_config
 from hvd_train.frontends.stages.schedule import bubble
-from hvd_train.modes import turns
-from hvd_train.modes.turns import Limits, Start, on_ranks
-from hvd_train.modes.ways import way
+from hvd_train.mode_comparison import turns
+from hvd_train.mode_comparison.turns import Limits, Start, on_ranks
+from hvd_train.mode_comparison.ways import way
 
 TITLE = "the bubble of a pipeline of two stages"
 FRAMEWORKS, MODEL, COUNTS, TURNS = ("pytorch", "tensorflow"), "gpt", (2, 4, 8, 16), 3

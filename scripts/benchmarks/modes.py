@@ -30,9 +30,9 @@ from hvd_train.errors import ConfigError
 from hvd_train.frameworks import KERNELS
 from hvd_train.launch import logged
 from hvd_train.launch.start import environment
-from hvd_train.modes import results
-from hvd_train.modes.turns import Limits, Result, Start, measure, on_ranks
-from hvd_train.modes.ways import Way, ways
+from hvd_train.mode_comparison import results
+from hvd_train.mode_comparison.turns import Limits, Result, Start, measure, on_ranks
+from hvd_train.mode_comparison.ways import Way, ways
 
 HERE = "here"
 

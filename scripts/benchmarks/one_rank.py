@@ -36,8 +36,8 @@ def cnn_trainer(framework: str, settings: dict, hook: Hook) -> Trainer:
     from hvd_train.frameworks import FRAMEWORKS as RECORDS
     from hvd_train.jobs.connect import connect
     from hvd_train.jobs.job import build_job
-    from hvd_train.rank.session import Session
     from hvd_train.run_folder.log import NullLog
+    from hvd_train.session import Session
 
     usual = {"framework": framework, "model": {"name": "cnn"}, "data": DATA, "batch_size": BATCH, "optim": SGD}
     config = Config.model_validate(usual | STEPS_ALONE | settings)

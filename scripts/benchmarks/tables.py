@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.modes.results import milliseconds
+from hvd_train.mode_comparison.results import milliseconds
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:

@@ -14,7 +14,7 @@ from hvd_train.config import load_config
 from hvd_train.config.user_code import user_function
 from hvd_train.data.order import permute
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, DataError
-from hvd_train.report.tables import side_by_side
+from hvd_train.report.text_tables import side_by_side
 from hvd_train.report.watch import WatchedRun
 
 CLASSES = 3

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from hvd_train.checkpoint import arrays
+from hvd_train.checkpoint import serialize
 from hvd_train.checkpoint import writer as writer_module
-from hvd_train.checkpoint.arrays import pack, packed
+from hvd_train.checkpoint.serialize import pack, packed
 from tests.limits import SECONDS
 
 PATH = Path("checkpoints") / "step-00000004"
@@ -22,7 +22,7 @@ PATH = Path("checkpoints") / "step-00000004"
 @pytest.mark.parametrize("piece", [1, 100, 1 << 20])
 def test_pieces_are_a_safetensors_file(monkeypatch, piece):
     """Of arrays as they lie in memory: transposed, cut out, empty, a number; each aligned to its own width."""
-    monkeypatch.setattr(arrays, "CACHED_BYTES", piece)
+    monkeypatch.setattr(serialize, "CACHED_BYTES", piece)
     base = np.random.default_rng(0).normal(size=(7, 5, 3))
     tree = {
         "transposed": base.transpose(2, 0, 1),

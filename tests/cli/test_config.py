@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvd_train.config import explained
-from hvd_train.report import tables
+from hvd_train.report import text_tables
 from tests.cli.running import ROOT, run
 
 
@@ -32,7 +32,7 @@ def test_config_explains_a_section_or_a_key():
 def test_explanations_are_as_wide_as_the_terminal(monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "60")
-    lines = tables.explanations(explained("")).splitlines()
+    lines = text_tables.explanations(explained("")).splitlines()
     assert len(lines) > 200 and max(map(len, lines)) <= 60
     assert lines[0] == 'framework: pytorch | tensorflow; default "pytorch"' and lines[1].startswith("    the framework")
 

@@ -52,7 +52,7 @@ import numpy as np
 from hvd_train.compression import make
 from hvd_train.compression.table import COMPRESSORS
 from hvd_train.config import load_config
-from hvd_train.modes.ways import standard, way
+from hvd_train.mode_comparison.ways import standard, way
 from hvd_train.script.world import exchange_options
 from tests.numpy_frontend import NumpyOps
 
@@ -89,7 +89,7 @@ for name, words in (("lamb", "belongs to name: sgd or lars or rmsprop or signum 
 """
 AN_UPDATE = """
 from hvd_train.errors import ConfigError
-from hvd_train.modes.ways import standard, way
+from hvd_train.mode_comparison.ways import standard, way
 from hvd_train.script.world import exchange_options
 
 assert "doubling" in standard() and way("doubling").exact == "no"

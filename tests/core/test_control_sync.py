@@ -20,8 +20,8 @@ from hvd_train.core.hooks import Hook
 from hvd_train.errors import CheckpointError, Interrupted
 from hvd_train.frontends.serial import Serial
 from hvd_train.run_folder import log as log_module
-from hvd_train.run_folder.jsonl import MetricsFile
 from hvd_train.run_folder.log import NullLog, RunLog
+from hvd_train.run_folder.metrics_file import MetricsFile
 from tests.core.test_loop import config, final, same, trainer, without_speed
 from tests.rank_threads import run_ranks
 from tests.run_folder.test_log import Disk

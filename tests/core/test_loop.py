@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hvd_train.checkpoint import store
-from hvd_train.checkpoint.arrays import weights_sha256
+from hvd_train.checkpoint.serialize import weights_sha256
 from hvd_train.compression import make
 from hvd_train.compression.sparse import Threshold
 from hvd_train.config import Config
@@ -21,8 +21,8 @@ from hvd_train.core import saving
 from hvd_train.core.callbacks.advice import OneThreadAdvice
 from hvd_train.core.callbacks.speed import Speed
 from hvd_train.core.hooks import Hook
+from hvd_train.core.learning_rate import Schedule
 from hvd_train.core.loop import Trainer
-from hvd_train.core.schedule import Schedule
 from hvd_train.core.step import forward_seed
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, NonFiniteError

@@ -188,7 +188,7 @@ def test_infinity_and_overflow_are_found():
 
 
 def test_labels_are_read_in_pieces(monkeypatch):
-    monkeypatch.setattr("hvd_train.data.labels.SCAN", 7)
+    monkeypatch.setattr("hvd_train.data.class_labels.SCAN", 7)
     labels = np.zeros(50, int)
     labels[44] = 9
     assert Arrays(np.zeros((50, 1)), labels, "test").sample.num_classes == 10

@@ -19,7 +19,7 @@ from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import catalog, packing
 from hvd_train.data.dataset import DataRequest
 from hvd_train.data.formats import read_digits
-from hvd_train.data.manifest import summary as manifest_summary
+from hvd_train.data.packed_manifest import summary as manifest_summary
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.launch.start import environment
 from tests.limits import SECONDS

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvd_train.core.initialization import first_weight
-from hvd_train.frontends.named_arrays import Layout
+from hvd_train.frontends.named_arrays import TensorLayout
 from tests.frontends.test_contract import FRAMEWORKS, module
 
 T, WORDS = 7, 13
@@ -40,7 +40,7 @@ class Direct:
             self.model = float64(lambda: self.zoo.build(**options))
             self.weights = {v.path: v for v in self.model.trainable_variables}
         table = self.zoo.neutral(self.model)
-        self.layouts = {own: Layout.of(tuple(w.shape), table[own]) for own, w in self.weights.items()}
+        self.layouts = {own: TensorLayout.of(tuple(w.shape), table[own]) for own, w in self.weights.items()}
         for own, weight in self.weights.items():
             layout = self.layouts[own]
             first = layout.from_canonical(first_weight(layout.name, layout.shape, 0))

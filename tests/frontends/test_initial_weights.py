@@ -15,7 +15,7 @@ import hvd_train
 from hvd_train.checkpoint.store import newest
 from hvd_train.config import load_config
 from hvd_train.errors import CheckpointError, ConfigError, TrainError
-from hvd_train.frontends.named_arrays import Layout
+from hvd_train.frontends.named_arrays import TensorLayout
 from hvd_train.jobs.initial_weights import WeightFile, _other_meanings, _safetensors, assign
 from hvd_train.protocol import Sample
 
@@ -36,7 +36,7 @@ def assigned(arrays, exclude=(), rename=(), canonical=True):
     state = {key: np.zeros(shape, np.float32) for key, shape in STATE.items()}
     aliases = {key.partition("/")[2]: (key, None) for key in state}
     if not canonical:  # a kernel (out, in), as in PyTorch
-        layout = Layout("body.kernel", (3, 2), (3, 2), (1, 0), (2, 3))
+        layout = TensorLayout("body.kernel", (3, 2), (3, 2), (1, 0), (2, 3))
         aliases = {"fc.weight": ("weights/body.kernel", layout)}
     return assign(WeightFile(arrays, canonical), aliases, state, list(exclude), dict(rename), "model.init_from: x")
 

@@ -19,7 +19,7 @@ from hvd_train.frameworks import FRAMEWORKS, fast_import
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.start import environment
 from hvd_train.protocol import Groups
-from hvd_train.verify.compare import verify
+from hvd_train.verify.compare_worlds import verify
 from tests import numpy_frontend, numpy_ranks
 from tests.limits import SECONDS
 

@@ -97,7 +97,7 @@ def test_it_is_the_reference(framework, name):
     rng = np.random.default_rng(0)
     y, gradients = rng.normal(size=101), rng.normal(size=(len(RATES), 101))
     inner = Moved(framework, OPTIONS[name], y)
-    update = SimpleNamespace(frontend=inner, optimizer=inner, move=inner.step, moved=inner)
+    update = SimpleNamespace(frontend=inner, optimizer=inner, update_weights=inner.step, owned=inner)
     made = ScheduleFree(update, beta=OPTIONS[name].betas[0])
     for g, rate in zip(gradients, RATES, strict=True):
         made.step([inner.ops.from_numpy(g)], rate)

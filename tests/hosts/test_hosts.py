@@ -20,8 +20,8 @@ from hvd_train import __version__
 from hvd_train.cli.main import cli
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch import hosts as module
-from hvd_train.launch.gloo import places
 from hvd_train.launch.hosts import Hosts, after, look, parse, travelling
+from hvd_train.launch.ssh_starter import places
 from hvd_train.launch.start import command, environment
 from tests.command_lines import none_tells_a_secret
 from tests.hosts.network import Network
@@ -118,7 +118,7 @@ def test_sums_of_parts_are_right_over_a_slow_link(network, tmp_path):
     case = {"name": "shards", "kind": "shards", "tensors": tensors, "traced": False}
     (tmp_path / "cases.json").write_text(json.dumps([case]))
     a, b, _ = network.hosts
-    line = [sys.executable, "-m", "hvd_train.launch.gloo", "-np", "2", "-H", f"{a}:1,{b}:1"]
+    line = [sys.executable, "-m", "hvd_train.launch.ssh_starter", "-np", "2", "-H", f"{a}:1,{b}:1"]
     for host in network.hosts:
         network.slow(host)
     try:
@@ -188,7 +188,18 @@ def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(network, tmp_path,
 def over_gloo(network, script: str, **more: str) -> subprocess.Popen:
     """Two ranks that are a few lines of a shell, the second on the second host."""
     a, b, _ = network.hosts
-    line = [sys.executable, "-m", "hvd_train.launch.gloo", "-np", "2", "-H", f"{a}:1,{b}:1", "/bin/sh", "-c", script]
+    line = [
+        sys.executable,
+        "-m",
+        "hvd_train.launch.ssh_starter",
+        "-np",
+        "2",
+        "-H",
+        f"{a}:1,{b}:1",
+        "/bin/sh",
+        "-c",
+        script,
+    ]
     return network.started(line, **ROOTED, **more)
 
 
@@ -389,7 +400,7 @@ def test_dry_run_prints_the_command_and_starts_nothing(tmp_path):
         [*line, "--launcher", "horovodrun", *TINY], capture_output=True, text=True, timeout=60, env=env
     )
     found = done.stdout.split()
-    assert found[1:4] == ["-P", "-m", "hvd_train.launch.gloo"], done.stderr
+    assert found[1:4] == ["-P", "-m", "hvd_train.launch.ssh_starter"], done.stderr
     assert found[4:10] == ["-np", "3", "-H", "a:2,b:1", "--network-interfaces", "ib0"]
     assert found[11:] == ["-P", "-m", "hvd_train", "fit", *TINY]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hvd_train.errors import DataError, LostRankError, stopped_code
 from hvd_train.launch.environment import world
-from hvd_train.launch.exit import exit_with_error
+from hvd_train.launch.failed_rank import exit_with_error
 from hvd_train.launch.signals import listen
 from hvd_train.launch.watchdog import state
 

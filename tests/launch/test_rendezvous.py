@@ -17,11 +17,11 @@ from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import installed, named
 from hvd_train.launch.launchers import srun as slurm
 from hvd_train.launch.launchers.srun import node_names, node_of
-from hvd_train.launch.rendezvous import rank, server
-from hvd_train.launch.rendezvous.rank import Rendezvous
+from hvd_train.launch.rendezvous import client, server
+from hvd_train.launch.rendezvous.client import Rendezvous
+from hvd_train.launch.rendezvous.job_step import PORTS, JobStep
 from hvd_train.launch.rendezvous.secret import make_secret, read_secret
 from hvd_train.launch.rendezvous.server import RendezvousServer
-from hvd_train.launch.rendezvous.step import PORTS, Step
 from hvd_train.launch.world import World
 from tests.limits import SECONDS
 
@@ -46,25 +46,25 @@ def step(monkeypatch, tmp_path):
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr(rank, "_current", None)
+    monkeypatch.setattr(client, "_current", None)
     monkeypatch.setattr(Rendezvous, "_report_place", lambda *_: None)  # STEP's rank is not on the first node
     slurm.address.cache_clear()
     yield tmp_path / "hvd_train" / "secret"
-    if rank._current:
-        rank._current.close()
+    if client._current:
+        client._current.close()
 
 
-def step_of(environ) -> Step:
+def step_of(environ) -> JobStep:
     return named("srun").step(environ)
 
 
 def open_server(here: World) -> RendezvousServer:
     """Rank 0's."""
-    return rank.rendezvous_of(here).open_server()
+    return client.rendezvous_of(here).open_server()
 
 
 def joined_by_nobody(here: World) -> bool:
-    return rank.rendezvous_of(here) is not None
+    return client.rendezvous_of(here) is not None
 
 
 @pytest.mark.parametrize(
@@ -245,21 +245,21 @@ def test_when_the_ranks_have_met_no_other_address_is_heard(step):
 def test_a_rank_asks_nobody_who_cannot_prove_the_secret(step, monkeypatch):
     """Another's server at the step's first port, and rank 0's at the second."""
     here = World(2, 3, 0, 1, "srun")
-    monkeypatch.setattr(Step, "address", lambda self: "127.0.0.1")
+    monkeypatch.setattr(JobStep, "address", lambda self: "127.0.0.1")
     stranger = next(iter(step_of(os.environ).ports({})))
     other = RendezvousServer("127.0.0.1", stranger, "0" * 64, 3)
     threading.Thread(target=other.serve_forever, daemon=True).start()
     try:
         monkeypatch.setenv("HOROVOD_START_TIMEOUT", "1")
         with pytest.raises(CommunicationError, match="rank 0 was not found on n1 within 1 s: no secret in .*/secret"):
-            rank.join_world(here)
+            client.join_world(here)
         make_secret()
         with pytest.raises(CommunicationError, match="nobody who knows the secret of this step is at port"):
-            rank.join_world(here)
+            client.join_world(here)
         first = Rendezvous(World(0, 3, 0, 2, "srun"), step_of(os.environ))
         port = first.open_server().server_port
         assert port == step_of(os.environ).ports({})[1]
-        endpoint = rank.rendezvous_of(here).find()
+        endpoint = client.rendezvous_of(here).find()
         assert (endpoint.address, endpoint.port) == ("127.0.0.1", port)
         first.close()
     finally:
@@ -271,7 +271,7 @@ def test_no_free_port(step, monkeypatch):
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen()
-        monkeypatch.setattr(Step, "ports", lambda self, environ: [held.getsockname()[1]])
+        monkeypatch.setattr(JobStep, "ports", lambda self, environ: [held.getsockname()[1]])
         with pytest.raises(ConfigError, match="no free port on n2: [0-9]+ are taken; srun; set HVD_TRAIN_PORT"):
             open_server(World(0, 3, 0, 2, "srun"))
 

@@ -83,7 +83,7 @@ def test_command_lines(tools, monkeypatch):
     assert mpi[-7:] == program
     assert mpi[mpi.index("--bind-to") + 1] == "none"  # a rank binds itself
     gloo = start.command(2, "horovodrun", ["fit"], program=["stub"])
-    assert gloo == [sys.executable, "-P", "-m", "hvd_train.launch.gloo", "-np", "2", "stub"]
+    assert gloo == [sys.executable, "-P", "-m", "hvd_train.launch.ssh_starter", "-np", "2", "stub"]
 
 
 def test_environment_keeps_what_the_user_set(monkeypatch):

@@ -13,7 +13,7 @@ from hvd_train.config import user_code
 from hvd_train.core.agreement import collectively
 from hvd_train.errors import ConfigError, DataError, named_reason
 from hvd_train.frontends.serial import Serial
-from hvd_train.launch.exit import _lines, _trace
+from hvd_train.launch.failed_rank import _lines, _trace
 
 X, Y = np.zeros((8, 6), np.float32), np.arange(8) % 3
 MODELS = {

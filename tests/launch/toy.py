@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from hvd_train.launch.launchers.base import Launcher
-from hvd_train.launch.rendezvous.step import Step
+from hvd_train.launch.rendezvous.job_step import JobStep
 
 
 class Toy(Launcher):
@@ -25,7 +25,7 @@ class Toy(Launcher):
         return False
 
     def step(self, environ):
-        return Step(f"toy {environ['TOY_STEP']}", self.name, "here", "here", 1, lambda node: "127.0.0.1")
+        return JobStep(f"toy {environ['TOY_STEP']}", self.name, "here", "here", 1, lambda node: "127.0.0.1")
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from unittest.mock import patch
 
 import numpy as np
 
-from hvd_train.checkpoint.arrays import broadcast
+from hvd_train.checkpoint.serialize import broadcast
 from hvd_train.compression import make
 from hvd_train.config import load_config
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.core.evaluation import evaluate
 from hvd_train.core.hooks import Hook
-from hvd_train.core.mean import differing, mean
+from hvd_train.core.reductions import differing, mean
 from hvd_train.core.step import forward_seed
 from hvd_train.data.catalog import open_data
 from hvd_train.data.loader import Loader
@@ -38,7 +38,7 @@ from hvd_train.jobs.connect import connect
 from hvd_train.jobs.job import build_job
 from hvd_train.launch.environment import rank_settings, world
 from hvd_train.protocol import Packing, Placement, TensorSpec
-from hvd_train.rank.session import Session
+from hvd_train.session import Session
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.state import join_shards, read, training_state
 from tests.limits import SECONDS
@@ -56,7 +56,7 @@ class Apart(Hook):
     """A rank that found its steps slow takes them alone, the others as many in a call as they are told."""
 
     def on_start(self, trainer):
-        trainer.frontend._alone = trainer.communicator.rank == 0
+        trainer.frontend._one_by_one = trainer.communicator.rank == 0
 
 
 def train(case, module, communicator, folder):
@@ -106,7 +106,7 @@ def overflow(case, module, communicator, folder):
 def calls(case, module, communicator, folder):
     """A rank that found its steps slow takes them alone, the others take four in a call: they still meet."""
     job = connected(case, module, communicator)
-    job.frontend._alone = communicator.rank == 0
+    job.frontend._one_by_one = communicator.rank == 0
     for step in job.loader("train").epoch(0):
         (batch,) = step.micro_batches
         job.frontend.train_step(job.frontend.to_device(batch), 1.0, 0, 0.1, 1.0)

@@ -12,7 +12,7 @@ import pytest
 from hvd_train.checkpoint import store
 from hvd_train.errors import CheckpointError, TrainError
 from hvd_train.report.plots import curves
-from hvd_train.report.tables import side_by_side
+from hvd_train.report.text_tables import side_by_side
 from hvd_train.report.watch import WatchedRun, frame, news
 from hvd_train.run_folder import lock
 from tests.limits import SECONDS

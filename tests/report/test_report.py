@@ -7,8 +7,8 @@ import json
 import pytest
 
 from hvd_train.errors import CheckpointError, ConfigError
-from hvd_train.report import plots, tables
-from hvd_train.run_folder import jsonl
+from hvd_train.report import plots, text_tables
+from hvd_train.run_folder import metrics_file
 
 SUMMARY = {
     "framework": "pytorch",
@@ -40,20 +40,20 @@ def write(folder, rows=(), summary=None, tail=""):
 
 
 def test_a_table_in_a_pipe_has_one_plain_line_per_row():
-    text = tables.table(["name", "n"], [["a [b]", 1], ["longer", 22]])
+    text = text_tables.table(["name", "n"], [["a [b]", 1], ["longer", 22]])
     assert text.splitlines() == ["name    n", "a [b]   1", "longer  22"]
 
 
 def test_a_table_on_a_terminal_keeps_every_cell(monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    text = tables.table(["name", "n"], [["a [b]", 1], ["longer", 22]])
+    text = text_tables.table(["name", "n"], [["a [b]", 1], ["longer", 22]])
     assert all(word in text for word in ("name", "a [b]", "longer", "22")) and len(text.splitlines()) == 3
 
 
 def test_runs_side_by_side(tmp_path):
     a = write(tmp_path / "a", summary=SUMMARY)
     b = write(tmp_path / "b", summary=SUMMARY | {"framework": "tensorflow", "val_loss": None, "val_accuracy": None})
-    _, first, second = tables.side_by_side([a, b]).splitlines()
+    _, first, second = text_tables.side_by_side([a, b]).splitlines()
     assert first.split()[1:] == ["pytorch", "mlp", "2", "3", "21", "0.2500", "0.9877", "12,346"]
     assert second.split()[6:8] == ["-", "-"]
 
@@ -64,15 +64,15 @@ def test_keys_in_which_runs_differ_are_shown(tmp_path):
     for run, optim, more in zip(runs, ("sgd", "adam", "sgd"), ("", "", "ema: {decay: 0.9}\n"), strict=True):
         text = f"run_dir: {run}\nframework: pytorch\noptim: {{name: {optim}, lr: 0.1}}\n{more}"
         (run / "config.yaml").write_text(text)
-    lines = tables.side_by_side(runs).splitlines()
+    lines = text_tables.side_by_side(runs).splitlines()
     assert lines[4] == "" and lines[5].split() == ["key", *map(str, runs)]
     assert [line.split() for line in lines[6:]] == [
         ["optim.name", "sgd", "adam", "sgd"],
         ["ema.decay", "-", "-", "0.9"],
     ]
-    assert len(tables.side_by_side(runs[:1]).splitlines()) == 2, "one run has no other"
+    assert len(text_tables.side_by_side(runs[:1]).splitlines()) == 2, "one run has no other"
     (runs[1] / "config.yaml").write_text("a: &a 3\nb: *a\n")
-    assert tables.side_by_side(runs).splitlines()[6].split() == ["optim.name", "sgd", "-", "sgd"], "it is not read"
+    assert text_tables.side_by_side(runs).splitlines()[6].split() == ["optim.name", "sgd", "-", "sgd"], "it is not read"
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_keys_in_which_runs_differ_are_shown(tmp_path):
 )
 def test_a_folder_without_a_finished_run(tmp_path, make, words):
     with pytest.raises(ConfigError, match="there is no such run folder"):
-        tables.summary(tmp_path / "x")
+        text_tables.summary(tmp_path / "x")
     make(tmp_path / "x")
     with pytest.raises(CheckpointError, match=words):
-        tables.summary(tmp_path / "x")
+        text_tables.summary(tmp_path / "x")
 
 
 def test_epochs_weigh_lines_by_their_samples(tmp_path):
-    rows, damaged = jsonl.read(write(tmp_path / "a", ROWS, tail='{"event": "tr'))
+    rows, damaged = metrics_file.read(write(tmp_path / "a", ROWS, tail='{"event": "tr'))
     assert rows == ROWS and damaged == 0, "a line that a kill cut short is left out"
     assert plots.epochs(rows, "train", "loss") == ([1, 2], [3.25, 1.0])
     assert plots.epochs(rows, "val", "loss") == ([1, 2], [2.0, 1.5])
@@ -113,7 +113,7 @@ def test_a_damaged_line_is_left_out_of_a_picture(tmp_path, line):
     text = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     strange = b'{"event": "val", "epoch": 2, "step": 3, "loss": "x"}\n'
     (run / "metrics.jsonl").write_bytes(b"".join([text[0], line, strange, *text[1:]]))
-    rows, damaged = jsonl.read(run)
+    rows, damaged = metrics_file.read(run)
     assert damaged == 1 and len(rows) == len(ROWS) + 1
     assert plots.epochs(rows, "val", "loss") == ([1, 2], [2.0, 1.5])
 

@@ -11,7 +11,7 @@ from tests.rooms.test_arrows import FILES, PACKAGE, ROOT, imports
 
 PICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "runpy", "code"}
 # A function for own ranks, which passes through a folder of this process' own (0700).
-KNOWN = {"launch/function.py", "launch/rank.py"}
+KNOWN = {"launch/function.py", "launch/run_function.py"}
 NEVER = {
     "eval",
     "exec",

@@ -17,8 +17,8 @@ import pytest
 
 import hvd_train
 from hvd_train.errors import CheckpointError
-from hvd_train.run_folder import jsonl, terminal
 from hvd_train.run_folder import log as module
+from hvd_train.run_folder import metrics_file, terminal
 from hvd_train.run_folder.log import NullLog, RunLog
 from tests.limits import SECONDS
 
@@ -194,7 +194,7 @@ def test_a_last_line_of_zeros_is_a_damaged_line(made, tmp_path, capsys, end):
     log.close()
     with path.open("ab") as stream:
         stream.write(end)
-    assert jsonl.read(tmp_path / "run")[1] == 1
+    assert metrics_file.read(tmp_path / "run")[1] == 1
     made(resumed_at=4)
     assert capsys.readouterr().out == "1 damaged line of metrics.jsonl left out\n"
 
@@ -249,9 +249,15 @@ def test_names_are_shown_whatever_they_hold(monkeypatch, encoding, told):
 
 def test_one_place_prints():
     """It may hold names of others. The rest prints what it made itself, tables, or what a script asks for."""
-    others = {"doctor/host.py", "doctor/hosts.py", "keras/api.py", "torch/api.py", "script/main_rank.py"}
-    others |= {"run_folder/terminal.py", "launch/gloo.py", "launch/host_news.py", "launch/hosts.py", "cli/guide.py"}
-    others |= {"report/tables.py"}
+    others = {"doctor/host.py", "doctor/host_table.py", "keras/api.py", "torch/api.py", "script/main_rank.py"}
+    others |= {
+        "run_folder/terminal.py",
+        "launch/ssh_starter.py",
+        "launch/host_news.py",
+        "launch/hosts.py",
+        "cli/guide.py",
+    }
+    others |= {"report/text_tables.py"}
     found = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if re.search(r"\bprint\(", p.read_text())}
     assert found - others == {"launch/heartbeat.py"}  # in a comment
 
@@ -355,7 +361,7 @@ def test_ranks_of_mpirun_are_not_deceived_by_their_pty(launcher, shown):
     program = """if True:
         import sys
         from hvd_train.run_folder.terminal import on_terminal
-        from hvd_train.rank import session
+        from hvd_train import session
         session._load = lambda *_, **__: None  # no framework
         sys.stdout.isatty = lambda: True
         session.Session.prepare("pytorch", user_process=True)

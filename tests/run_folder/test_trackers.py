@@ -14,7 +14,7 @@ from hvd_train.config import load_config
 from hvd_train.config.keys.config import Config
 from hvd_train.config.trackers import TRACKERS
 from hvd_train.errors import ConfigError
-from hvd_train.run_folder import jsonl
+from hvd_train.run_folder import metrics_file
 from hvd_train.run_folder.log import RunLog
 from hvd_train.run_folder.trackers import calls, load
 from hvd_train.run_folder.trackers.calls import Trackers
@@ -68,7 +68,7 @@ def test_a_table_of_the_lines(tmp_path):
     log.train(0, 4, NUMBERS | {"loss": 1.25}, 0.1, 3.0)
     finish(log)
     assert [row["loss"] for row in cells(tmp_path)] == ["1.5", "", "", "1.25"]
-    assert len(cells(tmp_path)) == len(jsonl.read(tmp_path)[0])
+    assert len(cells(tmp_path)) == len(metrics_file.read(tmp_path)[0])
 
 
 class Failing:
@@ -122,7 +122,7 @@ def test_a_failure_is_told_once_and_ends_nothing(tmp_path, monkeypatch, capsys, 
         "metrics.jsonl has all numbers\n"
     )
     assert made.called.count(at) == 1 and made.called[-1] == at
-    assert [row["step"] for row in jsonl.read(tmp_path)[0]] == [2, 4, 6] and (tmp_path / "summary.json").exists()
+    assert [row["step"] for row in metrics_file.read(tmp_path)[0]] == [2, 4, 6] and (tmp_path / "summary.json").exists()
 
 
 def test_a_tracker_that_hangs_holds_nothing_up(tmp_path, monkeypatch, capsys):

@@ -10,8 +10,8 @@ import time
 
 from hvd_train.errors import DataError
 from hvd_train.launch.environment import world
-from hvd_train.launch.exit import exit_with_error
-from hvd_train.launch.rendezvous import rank as rendezvous
+from hvd_train.launch.failed_rank import exit_with_error
+from hvd_train.launch.rendezvous import client as rendezvous
 
 here = world()
 try:

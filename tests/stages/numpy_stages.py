@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 
 from hvd_train.config import load_config
-from hvd_train.frontends.named_arrays import Layout
-from hvd_train.frontends.stages.frontend import Staged
+from hvd_train.frontends.named_arrays import TensorLayout
+from hvd_train.frontends.stages.frontend import StagedFrontEnd
 from hvd_train.frontends.stages.links import Links, Message
 from hvd_train.protocol import Groups, Packing, TensorSpec
 from tests.numpy_frontend import NumpyOps
@@ -46,13 +46,13 @@ class Block:
         self.tensors = {self.kernel, self.bias}
 
 
-class NumpyStages(Staged):
+class NumpyStages(StagedFrontEnd):
     packing = Packing(1 << 20, 1 << 20)
 
     def __init__(self, groups, weights, blocks, schedule):
         self.groups, self.ops, self._trainable, self._fixed = groups, NumpyOps(), dict(weights), {}
         self.config = load_config(base={"parallel": {"pipeline": groups.links.size, "schedule": schedule}})
-        self.layouts = {n: Layout.of(x.shape, (n, None, None, x.shape)) for n, x in weights.items()}
+        self.layouts = {n: TensorLayout.of(x.shape, (n, None, None, x.shape)) for n, x in weights.items()}
         self._begin_stages(groups.links)
         self.blocks = blocks
 

@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 from hvd_train.config import load_config
 from hvd_train.data.arrays import Arrays
 from hvd_train.sweep.folder import Sweep, begin, load
-from hvd_train.sweep.plan import plan
 from hvd_train.sweep.repeats import best_group, groups, repeats, shown
 from hvd_train.sweep.results import finish
 from hvd_train.sweep.rungs import ladder
+from hvd_train.sweep.trials import plan
 from tests.cli.running import run
 
 TINY = ("--set", "data.name=digits", "--set", "model.name=mlp", "--set", "model.hidden=[8]", "--set", "max_epochs=1")

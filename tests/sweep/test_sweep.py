@@ -18,10 +18,10 @@ from PIL import Image
 from hvd_train.config import load_config
 from hvd_train.errors import ConfigError
 from hvd_train.launch.start import environment
-from hvd_train.sweep import array, halving, results, table
+from hvd_train.sweep import array, halving, progress, results
 from hvd_train.sweep import folder as sweeps
-from hvd_train.sweep.plan import plan
 from hvd_train.sweep.rungs import describe, ladder
+from hvd_train.sweep.trials import plan
 from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def test_trials_without_a_value_win_no_sweep(tmp_path, capsys, eta):
     trials = plan(TINY, ["max_epochs=2"], ["optim.lr=0.1,0.01"], None, 0, tmp_path)
     sweep = sweeps.Sweep(tmp_path, trials, ladder(trials, eta))
     sweeps.begin(sweep, resume=False)
-    with table.live(sweep):
+    with progress.live(sweep):
         for trial in trials:
             finished(trial, val_loss=None, **({"paused_at": 1} if eta else {}))
     assert halving.turn(sweep)[0] == []

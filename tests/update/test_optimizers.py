@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hvd_train.config import OptimConfig
-from hvd_train.update import optimizers as formulas
-from hvd_train.update.optimizers import side_by_side, whole
+from hvd_train.update import layerwise as formulas
+from hvd_train.update.layerwise import side_by_side, whole
 from tests.numpy_frontend import NumpyOps
 
 OPS = NumpyOps()

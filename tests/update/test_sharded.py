@@ -14,7 +14,7 @@ from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Packing, TensorSpec
 from hvd_train.update.clip import Clip
 from hvd_train.update.exchange import Exchange
-from hvd_train.update.optimizers import lamb, lars, side_by_side, whole
+from hvd_train.update.layerwise import lamb, lars, side_by_side, whole
 from hvd_train.update.sharded import ShardedExchange, part_sizes, pieces
 from tests.numpy_frontend import NumpyOps
 from tests.rank_threads import run_ranks

@@ -81,8 +81,8 @@ def test_a_checkpoint_waits_for_what_is_under_way_once():
     def work(communicator):
         update, frontend = made(communicator, mode="streaming", outer_steps=4, fragments=2, stream_delay=1)
         waited = []
-        real = update._joint.finish
-        update._joint.finish = lambda started: (waited.append(len(started)), real(started))[1]
+        real = update._delta_exchange.finish
+        update._delta_exchange.finish = lambda started: (waited.append(len(started)), real(started))[1]
         walk(update, frontend, 2, lambda w, _: w)
         assert not waited and update.diverged
         for _ in range(2):

@@ -13,8 +13,8 @@ import pytest
 from hvd_train.config import load_config
 from hvd_train.errors import ConfigError
 from hvd_train.launch.start import environment, launch
-from hvd_train.verify import compare
-from hvd_train.verify.compare import verify
+from hvd_train.verify import compare_worlds
+from hvd_train.verify.compare_worlds import verify
 from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def _one_rank_trains_once(monkeypatch):
             (folder / name).write_bytes(content)
         return 0
 
-    monkeypatch.setattr(compare, "launch", started)
+    monkeypatch.setattr(compare_worlds, "launch", started)
 
 
 def config(framework, **keys):

@@ -11,7 +11,7 @@ import pytest
 
 from hvd_train.config import DataConfig, TaskConfig, load_config
 from hvd_train.data.catalog import open_data
-from hvd_train.verify.compare import verify
+from hvd_train.verify.compare_worlds import verify
 
 ROOT = Path(__file__).parents[2]
 DIGITS, TEXT = {"name": "digits"}, {"path": str(ROOT / "LICENSE")}

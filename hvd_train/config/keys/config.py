@@ -35,7 +35,7 @@ class Config(Section):
     framework: Annotated[str, OneOf(FRAMEWORKS)] = Field("pytorch", description="the framework that trains")
     model: ModelConfig = Field(ModelConfig(), description="the model and its options")
     data: DataConfig = Field(DataConfig(), description="the data set")
-    task: TaskConfig = Field(TaskConfig(), description="the loss and what is told beside it")
+    task: TaskConfig = Field(TaskConfig(), description="the loss, and the metrics that are reported")
     batch_size: Positive | None = Field(None, description="samples per rank and micro-batch (default 32)")
     global_batch_size: Positive | None = Field(
         None, description="samples per step over all ranks, instead of batch_size"

@@ -54,7 +54,7 @@ class ExchangeConfig(Section):
     fragments: Positive = Field(3, description="streaming: parts of the weights, each with outer steps of its own")
     stream_delay: Count = Field(1, description="streaming: steps that a part has to travel before the weights take it")
     mix: float = Field(0.5, ge=0, le=1, description="streaming: share of a rank's own weights when it takes a part")
-    async_steps: Positive = Field(10, description="async: steps of a rank between two meetings with the centre")
+    async_steps: Positive = Field(10, description="async: steps of a rank between exchanges with the central weights")
     async_pull: float = Field(
         0.9, gt=0, le=1, description="async: share of their distance by which N ranks and the centre approach (EASGD)"
     )

@@ -34,7 +34,7 @@ def _of(option: str) -> str:
 
 
 class OptimConfig(Section):
-    """The optimizer and the learning rate. Formulas are in ``update/optimizers.py`` and ``core/schedule.py``."""
+    """The optimizer and the learning rate. Formulas are in ``update/layerwise.py`` and ``core/learning_rate.py``."""
 
     name: Annotated[str, OneOf(OPTIMIZERS, functions=True)] = Field(
         "sgd",

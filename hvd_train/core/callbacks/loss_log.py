@@ -8,8 +8,8 @@ import numpy as np
 
 from hvd_train.core.agreement import NONFINITE_FIX
 from hvd_train.core.hooks import Hook, StepInfo
-from hvd_train.core.mean import ordered_sum
 from hvd_train.core.pace import LogBoard
+from hvd_train.core.reductions import ordered_sum
 from hvd_train.core.training import Training
 from hvd_train.errors import NonFiniteError
 from hvd_train.task.task import Task

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hvd_train.frameworks import PYTORCH
-from hvd_train.frontends.plain import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
+from hvd_train.frontends.exporting import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
 from hvd_train.frontends.pytorch.blocks import joined
 from hvd_train.frontends.pytorch.shapes import lazy, native_shape
 from hvd_train.frontends.user_model import build_model, canonical_table

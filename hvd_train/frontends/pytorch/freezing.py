@@ -9,12 +9,12 @@ import torch
 FROZEN = "_frozen_by_hvd_train"  # an attribute of a frozen parameter
 
 
-def freeze(trainable: Mapping[str, torch.nn.Parameter], moved: Collection[str]) -> None:
-    """Freeze exactly the parameters that are not in ``moved``."""
+def freeze(trainable: Mapping[str, torch.nn.Parameter], trained: Collection[str]) -> None:
+    """Freeze exactly the parameters that are not in ``trained``."""
     for name, parameter in trainable.items():
-        parameter.requires_grad_(name in moved)
-        if name not in moved or hasattr(parameter, FROZEN):
-            setattr(parameter, FROZEN, name not in moved)
+        parameter.requires_grad_(name in trained)
+        if name not in trained or hasattr(parameter, FROZEN):
+            setattr(parameter, FROZEN, name not in trained)
 
 
 def thaw(model: torch.nn.Module) -> None:

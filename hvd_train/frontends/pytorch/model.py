@@ -17,8 +17,8 @@ from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import overlaps
-from hvd_train.frontends.host_memory import APART, CHANGES, HostMemory
-from hvd_train.frontends.named_arrays import Layout, layouts_of
+from hvd_train.frontends.host_memory import CHANGED_BY_MODEL, UNSHARE, HostMemory
+from hvd_train.frontends.named_arrays import TensorLayout, layouts_of
 from hvd_train.frontends.pytorch import batchnorm, embeddings
 from hvd_train.frontends.pytorch.blocks import joined
 from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, in_memory, stored_shape
@@ -159,7 +159,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
 
     def specs(self) -> list[TensorSpec]:
         dtype = str(self.dtype).removeprefix("torch.")
-        shapes = {n: stored_shape(p.shape, self._channels_last) for n, p in self._moved.items()}
+        shapes = {n: stored_shape(p.shape, self._channels_last) for n, p in self._unfrozen.items()}
         return [TensorSpec(self.layouts[n].name, shape, dtype) for n, shape in shapes.items()]
 
     def without_dropout(self) -> None:
@@ -190,7 +190,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
     def _check_changes(self) -> None:
         """Raise ConfigError if the model changes its weights: in shared memory each rank would repeat the change."""
         if self._host and self._changes() != self._known_changes:
-            raise ConfigError(CHANGES, where="optim.sharded", fix=APART, common=True)
+            raise ConfigError(CHANGED_BY_MODEL, where="optim.sharded", fix=UNSHARE, common=True)
 
     def connect(self, update: StepUpdate) -> Optimizer:
         self._connect(update)
@@ -210,7 +210,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         if exact and (embedding := embeddings.dependent_on_batch(self.model)):
             raise ConfigError(embedding, where=f"model.name: {self.config.model.name}", fix=embeddings.FIX)
         self.update = update
-        names, parameters = list(self._moved), list(self._moved.values())
+        names, parameters = list(self._unfrozen), list(self._unfrozen.values())
         freeze(self._trainable, names)
         align = GPU_ALIGN if self.device.type == "cuda" else 1
         # From here on the parameters are views of the buckets.
@@ -387,7 +387,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         weights = {f"weights/{n}": p.detach() for n, p in self._trainable.items()}
         return weights | {f"statistics/{n}": t for n, t in self._fixed.items()}
 
-    def aliases(self, canonical: bool) -> dict[str, tuple[str, Layout | None]]:
+    def aliases(self, canonical: bool) -> dict[str, tuple[str, TensorLayout | None]]:
         """Add all names of tied weights: a file may hold the weight under any of them."""
         known = super().aliases(canonical)
         kept = {"remove_duplicate": False}
@@ -404,8 +404,8 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
     def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for flat in self._flats:
             yield from zip(flat.names, (x.numpy() for x in flat.parts(flat.weight.cpu())), strict=True)
-        moved = self._moved
-        yield from ((name, array_of(p)) for name, p in self._trainable.items() if name not in moved)
+        unfrozen = self._unfrozen
+        yield from ((name, array_of(p)) for name, p in self._trainable.items() if name not in unfrozen)
 
     @torch.no_grad()
     def _set(self, weights: Iterable[tuple[str, np.ndarray]]) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from hvd_train.frontends.pytorch.library_metric import library_metric
-from hvd_train.update.state import Cell, EagerControl
+from hvd_train.update.state import EagerCell, EagerControl
 
 # Entries of a row, which one thread adds up, however many threads there are.
 ROW = 4096
@@ -37,8 +37,8 @@ class TorchOps(EagerControl):
     def cast(self, x, dtype) -> torch.Tensor:
         return torch.as_tensor(x, device=self.device).to(getattr(torch, dtype))
 
-    def keep(self, x) -> Cell:
-        return Cell(self.from_numpy(x))
+    def keep(self, x) -> EagerCell:
+        return EagerCell(self.from_numpy(x))
 
     def reshape(self, x, shape) -> torch.Tensor:
         return x.reshape(tuple(shape))

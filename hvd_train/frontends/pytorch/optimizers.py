@@ -17,11 +17,11 @@ from torch.optim.sgd import sgd
 
 from hvd_train.config import OptimConfig
 from hvd_train.config.optimizers import OPTIMIZERS
-from hvd_train.frontends.named_arrays import Layout, NamedArrays
+from hvd_train.frontends.named_arrays import NamedArrays, TensorLayout
 from hvd_train.frontends.pytorch.buckets import Flat
 from hvd_train.frontends.pytorch.ops import TorchOps
-from hvd_train.update import optimizers as formulas
-from hvd_train.update.parameter_groups import Rule, rule_of, step_key
+from hvd_train.update import layerwise as formulas
+from hvd_train.update.parameter_groups import TensorSettings, rule_of, step_key
 
 Tensors = list[torch.Tensor]
 Total = formulas.Total
@@ -85,7 +85,7 @@ class FormulaKernel:
 
     def __init__(self, options: OptimConfig, ops: TorchOps) -> None:
         self.options, self.ops, spec = options, ops, OPTIMIZERS[options.name]
-        self._formula, self.slots = spec.formula, spec.slots_of(options)
+        self._formula, self.slots = spec.formula, spec.slots_of(options.momentum)
         self.counts_steps, self.per_tensor = spec.counts_steps, spec.per_tensor
 
     def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
@@ -121,11 +121,11 @@ def make_kernel(options: OptimConfig, ops: TorchOps) -> Kernel:
     return KERNELS.get(options.name, FormulaKernel)(options, ops)
 
 
-class Part(NamedTuple):
+class KernelTensors(NamedTuple):
     """The tensors of one kernel: ``weights`` and ``slots`` in the form that it takes, from the buckets ``flats``."""
 
     kernel: Kernel
-    rule: Rule
+    rule: TensorSettings
     buckets: list[int]
     flats: list[Flat]
     weights: Tensors
@@ -161,18 +161,20 @@ class FlatOptimizer(FlatWeights, NamedArrays):
 
     words = 2
 
-    def __init__(self, options: OptimConfig, flats: list[Flat], layouts: dict[str, Layout], ops: TorchOps) -> None:
+    def __init__(
+        self, options: OptimConfig, flats: list[Flat], layouts: dict[str, TensorLayout], ops: TorchOps
+    ) -> None:
         self.layouts, self._flats, self._home = layouts, flats, ops.device
         self.kernel: Kernel = make_kernel(options, ops)
         weights = [flat.weight for flat in flats]  # (n,) each, like their slots
         self.slots = {name: [torch.zeros_like(w) for w in weights] for name in self.kernel.slots}
         self.steps = [torch.zeros((), dtype=torch.float32, device=w.device) for w in weights]
-        places: dict[Rule, list[int]] = {}
+        places: dict[TensorSettings, list[int]] = {}
         for b, flat in enumerate(flats):
             places.setdefault(rule_of(options, layouts[flat.names[0]].name), []).append(b)
         # Make the views once: for 200 layers this takes 1 ms. Weights and slots are updated in place.
         self._parts = [
-            Part(
+            KernelTensors(
                 make_kernel(rule.options(options), ops),
                 rule,
                 buckets,

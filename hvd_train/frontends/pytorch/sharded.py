@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hvd_train.config import OptimConfig
-from hvd_train.frontends.named_arrays import Layout
+from hvd_train.frontends.named_arrays import TensorLayout
 from hvd_train.frontends.pytorch.buckets import Flat
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.frontends.pytorch.optimizers import Kernel, array_of, make_kernel
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     member: int  # of the bucket
     first: int
     last: int
-    layout: Layout
+    layout: TensorLayout
 
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
         """Return a view of this piece: (n, 1) of a matrix, (n,) of a vector, which layer-wise formulas need."""
@@ -41,7 +41,7 @@ class ShardedOptimizer(ShardedSlots):
         self,
         options: OptimConfig,
         flats: list[Flat],
-        layouts: Mapping[str, Layout],
+        layouts: Mapping[str, TensorLayout],
         ops: TorchOps,
         update: DividedUpdate,
     ) -> None:
@@ -60,15 +60,12 @@ class ShardedOptimizer(ShardedSlots):
         self.slots = {name: [torch.zeros_like(w) for w in weights] for name in self.kernel.slots}
         self.steps = [torch.zeros((), dtype=torch.float32, device=w.device) for w in weights]
         # If norms are added over ranks, every rank must ask for every tensor, even without entries of it.
-        self._moved = [k for k, w in enumerate(weights) if len(w) or self.kernel.per_tensor]
+        self._stepped = [k for k, w in enumerate(weights) if len(w) or self.kernel.per_tensor]
         rules = [rule_of(options, piece.layout.name) for piece in self._all()]
         self._parts = [
-            (make_kernel(rule.options(options), ops), rule, [k for k in self._moved if rules[k] == rule])
+            (make_kernel(rule.options(options), ops), rule, [k for k in self._stepped if rules[k] == rule])
             for rule in dict.fromkeys(rules)  # the same order on all ranks, which add norms
         ]
-
-    def _all(self) -> Iterator[Piece]:
-        return (piece for bucket in self._pieces for piece in bucket)
 
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
@@ -80,9 +77,9 @@ class ShardedOptimizer(ShardedSlots):
             for part in torch.split(gradient, [piece.last - piece.first for piece in bucket])
         ]
         lists = [weights, [g.view(w.shape) for g, w in zip(split, weights, strict=True)], *self.slots.values()]
-        for kernel, rule, moved in self._parts:
-            if moved:
-                part = [[tensors[k] for k in moved] for tensors in (*lists, self.steps)]
+        for kernel, rule, stepped in self._parts:
+            if stepped:
+                part = [[tensors[k] for k in stepped] for tensors in (*lists, self.steps)]
                 kernel(part[0], part[1], part[2:-1], part[-1], learning_rate * rule.factor, self._update.total)
 
     def parts(self, bucket: int) -> list[torch.Tensor]:
@@ -90,8 +87,7 @@ class ShardedOptimizer(ShardedSlots):
 
     def slot(self, name: str, bucket: int) -> torch.Tensor:
         """Return (n,): a slot of this rank's part of a bucket."""
-        start = sum(map(len, self._pieces[:bucket]))
-        return torch.cat([x.view(-1) for x in self.slots[name][start : start + len(self._pieces[bucket])]])
+        return torch.cat([x.view(-1) for x in self._of_bucket(name, bucket)])
 
     @torch.no_grad()
     def take(self, bucket: int, bounds: tuple[int, int], weights: torch.Tensor) -> None:
@@ -103,10 +99,8 @@ class ShardedOptimizer(ShardedSlots):
 
     # ---- state
 
-    def _step_reader(self) -> Callable[[], np.ndarray] | None:
-        if not self.kernel.counts_steps:
-            return None
-        return lambda: array_of(self.steps[(self._moved or [0])[0]])  # an empty piece counts no steps
+    def _read_step(self) -> np.ndarray:
+        return array_of(self.steps[(self._stepped or [0])[0]])  # an empty piece counts no steps
 
     @torch.no_grad()
     def _load_step(self, step: np.ndarray) -> None:

@@ -12,7 +12,7 @@ from hvd_train.config import FrontEndConfig
 from hvd_train.frontends.pytorch.blocks import blocks_of
 from hvd_train.frontends.pytorch.in_blocks import PyTorchInBlocks
 from hvd_train.frontends.pytorch.model import IN_TRAINING
-from hvd_train.frontends.stages.frontend import Micro, Staged
+from hvd_train.frontends.stages.frontend import Micro, StagedFrontEnd
 from hvd_train.frontends.stages.links import Message
 from hvd_train.protocol import Groups, Sample
 
@@ -29,7 +29,7 @@ def block_seed(seed: int, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/block {number}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-class StagedPyTorch(Staged, PyTorchInBlocks):
+class StagedPyTorch(StagedFrontEnd, PyTorchInBlocks):
     def __init__(self, config: FrontEndConfig, groups: Groups, sample: Sample) -> None:
         super().__init__(config, groups, sample)
         self._begin_stages(groups.links)
@@ -104,5 +104,4 @@ class StagedPyTorch(Staged, PyTorchInBlocks):
         return self.ops.from_numpy(self.links.sum(self.ops.to_numpy(x), stages, word))
 
 
-def open_frontend(config: FrontEndConfig, groups: Groups, sample: Sample) -> StagedPyTorch:
-    return StagedPyTorch(config, groups, sample)
+open_frontend = StagedPyTorch

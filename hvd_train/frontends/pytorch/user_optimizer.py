@@ -12,7 +12,7 @@ import torch
 
 from hvd_train.config import OptimConfig
 from hvd_train.errors import ConfigError
-from hvd_train.frontends.named_arrays import Layout
+from hvd_train.frontends.named_arrays import TensorLayout
 from hvd_train.frontends.pytorch.buckets import Flat
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.frontends.pytorch.optimizers import FlatOptimizer, FlatWeights, array_of
@@ -28,7 +28,7 @@ class UserOptimizer(FlatWeights):
     A checkpoint has its state by parameter name, in torch's shapes: ``slots/torch/PARAMETER/STATE``.
     """
 
-    def __init__(self, options: OptimConfig, flats: list[Flat], layouts: Mapping[str, Layout]) -> None:
+    def __init__(self, options: OptimConfig, flats: list[Flat], layouts: Mapping[str, TensorLayout]) -> None:
         self._flats, self._home = flats, flats[0].weight.device
         self._where = f"optim.name: {options.name}"
         moved = {n: p for flat in flats for n, p in zip(flat.names, flat.parameters, strict=True)}
@@ -179,7 +179,7 @@ def _described(x: Any) -> Any:
 
 
 def flat_optimizer(
-    options: OptimConfig, flats: list[Flat], layouts: dict[str, Layout], ops: TorchOps
+    options: OptimConfig, flats: list[Flat], layouts: dict[str, TensorLayout], ops: TorchOps
 ) -> FlatOptimizer | UserOptimizer:
     """Make the optimizer that ``optim.name`` names."""
     if options.is_users:

@@ -26,7 +26,7 @@ class Micro:
     sums: Any
 
 
-class Staged(InBlocks):
+class StagedFrontEnd(InBlocks):
     """A front-end whose rank holds consecutive blocks of the model; mixed in before the framework's class.
 
     ``train_step`` runs all micro-batches collected since the last one. Gradients are added in the order of the

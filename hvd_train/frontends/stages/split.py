@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hvd_train.report.tables import table
+from hvd_train.report.text_tables import table
 
 
 class Cost(NamedTuple):

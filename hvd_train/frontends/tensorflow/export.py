@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_train.frameworks import TENSORFLOW
-from hvd_train.frontends.plain import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
+from hvd_train.frontends.exporting import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
 from hvd_train.frontends.tensorflow.blocks import joined
 from hvd_train.frontends.user_model import build_model, canonical_table
 from hvd_train.protocol import one_or_all

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_train.errors import ConfigError, LostRankError
-from hvd_train.frontends.host_memory import APART, CHANGES, HostMemory, Pieces
+from hvd_train.frontends.host_memory import CHANGED_BY_MODEL, UNSHARE, HostMemory, Pieces
 from hvd_train.frontends.tensorflow.optimizers import view
 from hvd_train.protocol import HostSums
 
@@ -121,8 +121,8 @@ class CommonWeights:
             # An empty array has no address.
             if array.size and values.ctypes.data != array.ctypes.data:
                 if not self.assigned:
-                    what = f"{CHANGES} (as SpectralNormalization does)"
-                    raise ConfigError(what, where=f"optim.sharded: {variable.path}", fix=APART, common=True)
+                    what = f"{CHANGED_BY_MODEL} (as SpectralNormalization does)"
+                    raise ConfigError(what, where=f"optim.sharded: {variable.path}", fix=UNSHARE, common=True)
                 array[:] = values.reshape(-1)
                 self._attach(variable, array)
                 refreshed = True

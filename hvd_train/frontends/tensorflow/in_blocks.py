@@ -14,6 +14,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.frontends.stages.in_blocks import TURNS, InBlocks, one_tensor
 from hvd_train.frontends.stages.split import Cost
 from hvd_train.frontends.tensorflow.model import TensorFlowFrontEnd
+from hvd_train.frontends.user_model import checked
 from hvd_train.protocol import Batch, made_up, one_or_all
 
 
@@ -49,6 +50,12 @@ class TensorFlowInBlocks(InBlocks, TensorFlowFrontEnd):
     def _inputs(self, inputs: Any) -> Any:
         """Return the input of the first block: a tensor, or a dict of tensors."""
         return one_or_all({name: self._ready(inputs[name], field) for name, field in self._sample.inputs.items()})
+
+    def _result(self, outputs: Any) -> Any:
+        """Return the model's outputs on the first device, in the dtype of its weights."""
+        with tf.device(self._device):
+            named = checked(outputs, self.config.model.name)
+            return tf.nest.map_structure(lambda x: tf.cast(x, self.dtype), named)
 
     def check_blocks(self) -> None:
         inputs = self._inputs(self.to_device(made_up(self._sample))[0])

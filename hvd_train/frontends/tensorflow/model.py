@@ -21,7 +21,7 @@ from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import HostMemory
-from hvd_train.frontends.named_arrays import Layout, layouts_of
+from hvd_train.frontends.named_arrays import TensorLayout, layouts_of
 from hvd_train.frontends.tensorflow import batchnorm, graphs
 from hvd_train.frontends.tensorflow.blocks import joined
 from hvd_train.frontends.tensorflow.device import DTYPES, MIXED, devices_of
@@ -133,7 +133,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             raise untaken(self.config.model.name, self._sample, error) from error
 
     def specs(self) -> list[TensorSpec]:
-        return [TensorSpec(self.layouts[p].name, tuple(v.shape), v.dtype) for p, v in self._moved.items()]
+        return [TensorSpec(self.layouts[p].name, tuple(v.shape), v.dtype) for p, v in self._unfrozen.items()]
 
     def without_dropout(self) -> None:
         for layer in self.model._flatten_layers():
@@ -143,7 +143,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
 
     def host_memory(self) -> GraphMemory | None:
         # A constraint assigns a variable, which then no longer reads the common memory.
-        usable = self._device == "/CPU:0" and all(v.constraint is None for v in self._moved.values())
+        usable = self._device == "/CPU:0" and all(v.constraint is None for v in self._unfrozen.values())
         host = HostMemory.of(self.groups.data, in_memory, usable)
         if host:
             self._memory = GraphMemory(host)
@@ -153,16 +153,16 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
     def connect(self, update: StepUpdate) -> Optimizer:
         with tf.device(self._device):
             optimizer = variable_optimizer(
-                self.config.optim, self._moved, self.layouts, update.exchange.from_buckets, update.buckets
+                self.config.optim, self._unfrozen, self.layouts, update.exchange.from_buckets, update.buckets
             )
         self._connect(update)
         return optimizer
 
     def connect_sharded(self, update: DividedUpdate) -> ShardedOptimizer:
-        check_constraints(self._moved, self.config.averages_weights)
+        check_constraints(self._unfrozen, self.config.averages_weights)
         with tf.device(self._device):
-            self._common = CommonWeights(self._memory, self._moved.values()) if self._memory else None
-            optimizer = ShardedOptimizer(self.config.optim, self._moved, self.layouts, update, self._common)
+            self._common = CommonWeights(self._memory, self._unfrozen.values()) if self._memory else None
+            optimizer = ShardedOptimizer(self.config.optim, self._unfrozen, self.layouts, update, self._common)
         self._connect(update)
         return optimizer
 
@@ -171,7 +171,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
         self._overlap = overlaps(self.config.overlap, self.groups.data, self._device != "/CPU:0", threads)
         with tf.device(self._device):
-            accumulated = self._moved.values() if self.config.micro_batches > 1 else ()
+            accumulated = self._unfrozen.values() if self.config.micro_batches > 1 else ()
             self._accumulated = [zeros_where(v) for v in accumulated]
         self._compiled.clear()  # graphs of an earlier call
         batchnorm.fix_statistics(self.model, self._fixed_statistics())
@@ -181,8 +181,8 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         steps = self.config.steps_per_execution
         # Run steps one by one if micro-batches come between them, or each is checked for finite gradients. A GPU is
         # busy while Python prepares the next step.
-        self._alone = self.config.micro_batches > 1 or self.config.checks_gradients
-        self._alone |= steps == 1 or (steps == "auto" and self._device != "/CPU:0")
+        self._one_by_one = self.config.micro_batches > 1 or self.config.checks_gradients
+        self._one_by_one |= steps == 1 or (steps == "auto" and self._device != "/CPU:0")
         self._per_call: int = 1 if steps == "auto" else steps
         self._calls, self._seconds = 0, math.inf  # of the fastest step
         self._compression_error = graph(self._traced_compression_error)
@@ -221,7 +221,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
     ) -> tf.Tensor | Later:
         rates = np.asarray(learning_rate, self.dtype), np.asarray(unscale, self.dtype)
         numbers = np.asarray(self._scales(scale), self.dtype), np.asarray(seed, np.int64), *rates
-        if self._alone:
+        if self._one_by_one:
             sums, self._failures = self._run(self._step, *placed, *map(tf.constant, numbers))
             return sums
         later = Later(self.run_queued)
@@ -264,11 +264,11 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             self._calls += 1
             self._seconds = min(self._seconds, (time.perf_counter() - started) / len(steps))
             self._per_call = graphs.steps_per_call(self._seconds, [x for x in first if tf.is_tensor(x)])
-            self._alone = self._per_call == 1 and self._calls == 8  # a loop of one step is 5 % slower than none
+            self._one_by_one = self._per_call == 1 and self._calls == 8  # a loop of one step is 5 % slower than none
 
     def flat_weights(self) -> list[tf.Tensor]:
         # Read without a copy: a kernel that finds a variable's memory in use updates a copy instead.
-        return self.update.exchange.to_buckets([v.value.read_value() for v in self._moved.values()])
+        return self.update.exchange.to_buckets([v.value.read_value() for v in self._unfrozen.values()])
 
     def waited(self) -> float:
         return super().waited() + float(self._waits)
@@ -297,7 +297,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self._begin_forward(weights, seed)
         # watch_accessed_variables=False, or the tape would record non-trainable variables.
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            variables = [v.value for v in self._moved.values()]
+            variables = [v.value for v in self._unfrozen.values()]
             tape.watch(variables)
             loss, sums = self.task(self._outputs(inputs, training=True), labels, weights, scale)
             check_none_is_late(self.model, self._trainable, self.config.model.name)
@@ -392,7 +392,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         variables = {f"weights/{p}": v for p, v in self._trainable.items()}
         return variables | {f"statistics/{p}": v for p, v in self._fixed.items()}
 
-    def aliases(self, canonical: bool) -> dict[str, tuple[str, Layout | None]]:
+    def aliases(self, canonical: bool) -> dict[str, tuple[str, TensorLayout | None]]:
         known = super().aliases(canonical)
         return known if canonical else known | numbered(self.model, known)
 
@@ -426,8 +426,7 @@ def configure(threads: int) -> None:
         tf.config.threading.set_inter_op_parallelism_threads(threads)
 
 
-def open_frontend(config: FrontEndConfig, groups: Groups, sample: Sample) -> TensorFlowFrontEnd:
-    return TensorFlowFrontEnd(config, groups, sample)
+open_frontend = TensorFlowFrontEnd
 
 
 def cpu_ops() -> TensorFlowOps:

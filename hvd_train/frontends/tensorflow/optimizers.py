@@ -20,10 +20,10 @@ import tensorflow as tf
 
 from hvd_train.config import OptimConfig
 from hvd_train.config.optimizers import OPTIMIZERS
-from hvd_train.frontends.named_arrays import Layout, NamedArrays
+from hvd_train.frontends.named_arrays import NamedArrays, TensorLayout
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
-from hvd_train.update import optimizers as formulas
-from hvd_train.update.parameter_groups import Rule, rule_of, step_key
+from hvd_train.update import layerwise as formulas
+from hvd_train.update.parameter_groups import TensorSettings, rule_of, step_key
 
 
 class Kernel(Protocol):
@@ -114,7 +114,7 @@ class FormulaKernel:
 
     def __init__(self, options: OptimConfig) -> None:
         self.options, self.ops, spec = options, TensorFlowOps(), OPTIMIZERS[options.name]
-        self._formula, self.slots = spec.formula, spec.slots_of(options)
+        self._formula, self.slots = spec.formula, spec.slots_of(options.momentum)
         self.counts_steps, self.per_tensor = spec.counts_steps, spec.per_tensor
 
     def __call__(self, weight, gradient, slots, step, rate, total=formulas.whole) -> None:
@@ -151,7 +151,7 @@ class Flattened:
         self._variable.assign_sub(tf.reshape(x, self._variable.shape))
 
 
-def rated(rate: tf.Tensor, rule: Rule) -> tf.Tensor:
+def rated(rate: tf.Tensor, rule: TensorSettings) -> tf.Tensor:
     """Return the learning rate for the tensors of a rule."""
     return rate if rule.factor == 1 else rate * tf.constant(rule.factor, rate.dtype)
 
@@ -187,7 +187,7 @@ class VariableOptimizer(BucketWeights, NamedArrays):
         self,
         options: OptimConfig,
         trainable: Mapping[str, Any],
-        layouts: dict[str, Layout],
+        layouts: dict[str, TensorLayout],
         from_buckets: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
         buckets: Sequence[Sequence[int]],
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvd_train.config import OptimConfig
 from hvd_train.errors import ConfigError
-from hvd_train.frontends.named_arrays import Layout
+from hvd_train.frontends.named_arrays import TensorLayout
 from hvd_train.frontends.sharded_slots import ShardedSlots
 from hvd_train.frontends.tensorflow.host_memory import CommonWeights
 from hvd_train.frontends.tensorflow.optimizers import Kernel, make_kernel, rated, view
@@ -22,7 +22,7 @@ from hvd_train.update.sharded import pieces
 class Piece(NamedTuple):
     """The consecutive entries of a variable that this rank updates. ``weight``: the variable that a kernel updates."""
 
-    layout: Layout
+    layout: TensorLayout
     variable: Any
     first: int
     last: int
@@ -39,7 +39,7 @@ class ShardedOptimizer(ShardedSlots):
         self,
         options: OptimConfig,
         trainable: Mapping[str, Any],
-        layouts: Mapping[str, Layout],
+        layouts: Mapping[str, TensorLayout],
         update: DividedUpdate,
         common: CommonWeights | None = None,
     ) -> None:
@@ -50,11 +50,11 @@ class ShardedOptimizer(ShardedSlots):
         kernels = {rule: make_kernel(rule.options(options)) for rule in rules.values()}
         self._rules = {name: (kernels[rule], rule) for name, rule in rules.items()}
         paths = list(trainable)
-        self._buckets: list[list[Piece]] = []
+        self._pieces: list[list[Piece]] = []
         for b, members in enumerate(update.buckets):
             bounds = pieces([int(np.prod(self._variables[i].shape)) for i in members], *update.bounds(b))
             tensors = [(layouts[paths[i]], self._variables[i]) for i in members]
-            self._buckets.append(
+            self._pieces.append(
                 [
                     Piece(layout, v, first, last, self._make(v, layout, last - first))
                     for (layout, v), (first, last) in zip(tensors, bounds, strict=True)
@@ -74,21 +74,18 @@ class ShardedOptimizer(ShardedSlots):
             piece.weight.assign(piece.read())
 
     @staticmethod
-    def _make(variable: Any, layout: Layout, entries: int) -> tf.Variable:
+    def _make(variable: Any, layout: TensorLayout, entries: int) -> tf.Variable:
         """Make (n, 1) for a piece of a matrix, (n,) of a vector: layer-wise formulas treat vectors differently."""
         shape = (entries,) if layout.is_vector else (entries, 1)
         return tf.Variable(tf.zeros(shape, variable.dtype), trainable=False)
 
-    def _all(self) -> Iterator[Piece]:
-        return (piece for bucket in self._buckets for piece in bucket)
-
     def step(self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
         """Update the weights. ``gradients``: (n,) of this rank's part of each bucket."""
         step = self.steps.value() + 1
-        slots = list(zip(*self.slots.values(), strict=True)) or [()] * sum(map(len, self._buckets))
+        slots = list(zip(*self.slots.values(), strict=True)) or [()] * sum(map(len, self._pieces))
         parts = [
             part
-            for bucket, gradient in zip(self._buckets, gradients, strict=True)
+            for bucket, gradient in zip(self._pieces, gradients, strict=True)
             for part in tf.split(gradient, [piece.last - piece.first for piece in bucket])
         ]
         for piece, gradient, cells in zip(self._all(), parts, slots, strict=True):
@@ -106,17 +103,15 @@ class ShardedOptimizer(ShardedSlots):
             self._common.write([(p.variable, p.first, p.last, p.weight.read_value()) for p in self._all()])
 
     def parts(self, bucket: int) -> list[tf.Tensor]:
-        return [tf.reshape(piece.weight.value(), (-1,)) for piece in self._buckets[bucket]]
+        return [tf.reshape(piece.weight.value(), (-1,)) for piece in self._pieces[bucket]]
 
     def slot(self, name: str, bucket: int) -> tf.Tensor:
         """Return (n,): a slot of this rank's part of a bucket."""
-        start = sum(map(len, self._buckets[:bucket]))
-        slots = self.slots[name][start : start + len(self._buckets[bucket])]
-        return tf.concat([tf.reshape(x.value(), (-1,)) for x in slots], 0)
+        return tf.concat([tf.reshape(x.value(), (-1,)) for x in self._of_bucket(name, bucket)], 0)
 
     def take(self, bucket: int, bounds: tuple[int, int], weights: tf.Tensor) -> None:
         """Assign (n,) to a bucket's weights between ``bounds``: to all, or with common memory to this rank's."""
-        variables = [piece.variable for piece in self._buckets[bucket]]
+        variables = [piece.variable for piece in self._pieces[bucket]]
         cuts = pieces([int(np.prod(variable.shape)) for variable in variables], *bounds)
         parts = tf.split(weights, [last - first for first, last in cuts])
         if self._common:
@@ -129,10 +124,8 @@ class ShardedOptimizer(ShardedSlots):
 
     # ---- state
 
-    def _step_reader(self) -> Callable[[], np.ndarray] | None:
-        if not self.kernel.counts_steps:
-            return None
-        return lambda: np.asarray(view(self.steps).astype(np.float32))  # float32, as in PyTorch
+    def _read_step(self) -> np.ndarray:
+        return np.asarray(view(self.steps).astype(np.float32))  # float32, as in PyTorch
 
     def _load_step(self, step: np.ndarray) -> None:
         self.steps.assign(int(step))

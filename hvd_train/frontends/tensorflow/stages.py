@@ -11,11 +11,12 @@ import tensorflow as tf
 
 from hvd_train.config import FrontEndConfig
 from hvd_train.errors import TrainError
-from hvd_train.frontends.stages.frontend import Micro, Staged
+from hvd_train.frontends.stages.frontend import Micro, StagedFrontEnd
 from hvd_train.frontends.stages.links import Message
 from hvd_train.frontends.tensorflow.blocks import blocks_of
 from hvd_train.frontends.tensorflow.graphs import graph
 from hvd_train.frontends.tensorflow.in_blocks import TensorFlowInBlocks, run
+from hvd_train.frontends.tensorflow.optimizers import zeros_where
 from hvd_train.protocol import Groups, Sample, StepUpdate
 
 
@@ -52,7 +53,7 @@ class Chain:
         return [layer for block in self.layers for layer in block._flatten_layers()]
 
 
-class StagedTensorFlow(Staged, TensorFlowInBlocks):
+class StagedTensorFlow(StagedFrontEnd, TensorFlowInBlocks):
     def __init__(self, config: FrontEndConfig, groups: Groups, sample: Sample) -> None:
         super().__init__(config, groups, sample)
         self._begin_stages(groups.links)
@@ -80,9 +81,7 @@ class StagedTensorFlow(Staged, TensorFlowInBlocks):
     def _connect(self, update: StepUpdate) -> None:
         super()._connect(update)
         with tf.device(self._device):
-            variables = list(self._trainable.values())
-            if not self._accumulated:
-                self._accumulated = [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables]
+            self._accumulated = self._accumulated or [zeros_where(v) for v in self._trainable.values()]
         self._add, self._move = graph(self._traced_add), graph(self._traced_move)
 
     def _no_sums(self) -> Sums:
@@ -97,7 +96,7 @@ class StagedTensorFlow(Staged, TensorFlowInBlocks):
 
     def _traced_loss(self, x, labels, weights, scale, seed) -> tuple[tf.Tensor, tf.Tensor]:
         outputs = self._traced_forward(x, weights, seed)
-        return self.task(tf.nest.map_structure(lambda y: tf.cast(y, self.dtype), outputs), labels, weights, scale)
+        return self.task(self._result(outputs), labels, weights, scale)
 
     def _forward_stage(self, micro: Micro, x: tf.Tensor | None) -> tuple[Any, Kept]:
         inputs, labels, weights = micro.placed
@@ -147,7 +146,7 @@ class StagedTensorFlow(Staged, TensorFlowInBlocks):
         outputs = self.model(self._inputs(x) if self.first else x, training=False)
         if not self.last:
             return outputs
-        return self.task.scores(tf.nest.map_structure(lambda y: tf.cast(y, self.dtype), outputs), labels, weights)
+        return self.task.scores(self._result(outputs), labels, weights)
 
     def _evaluate_stage(self, placed: Any, x: tf.Tensor | None) -> Any:
         return self._score(placed[0] if x is None else x, *placed[1:])
@@ -174,5 +173,4 @@ class StagedTensorFlow(Staged, TensorFlowInBlocks):
         return total
 
 
-def open_frontend(config: FrontEndConfig, groups: Groups, sample: Sample) -> StagedTensorFlow:
-    return StagedTensorFlow(config, groups, sample)
+open_frontend = StagedTensorFlow

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvd_train.config import OptimConfig
 from hvd_train.errors import ConfigError
-from hvd_train.frontends.named_arrays import Layout
+from hvd_train.frontends.named_arrays import TensorLayout
 from hvd_train.frontends.tensorflow.optimizers import BucketWeights, VariableOptimizer, view
 from hvd_train.frontends.user_optimizer import build_optimizer
 
@@ -29,7 +29,7 @@ class UserOptimizer(BucketWeights):
         self,
         options: OptimConfig,
         trainable: Mapping[str, Any],
-        layouts: Mapping[str, Layout],
+        layouts: Mapping[str, TensorLayout],
         from_buckets: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
         buckets: Sequence[Sequence[int]],
     ) -> None:

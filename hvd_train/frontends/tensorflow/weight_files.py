@@ -15,7 +15,7 @@ import numpy as np
 from keras.src.saving import saving_lib
 from keras.src.utils.naming import to_snake_case
 
-from hvd_train.checkpoint.arrays import from_bfloat16
+from hvd_train.checkpoint.serialize import from_bfloat16
 from hvd_train.errors import ConfigError
 
 T = TypeVar("T")

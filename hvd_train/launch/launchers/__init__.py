@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hvd_train.errors import ConfigError
 from hvd_train.launch.launchers.base import Launcher
-from hvd_train.launch.launchers.foreign import Flux, Jsrun, Mpiexec, MpirunRsh, refuse_unknown
+from hvd_train.launch.launchers.detected import Flux, Jsrun, Mpiexec, MpirunRsh, refuse_unknown
 from hvd_train.launch.launchers.horovodrun import Horovodrun
 from hvd_train.launch.launchers.mpirun import Mpirun
 from hvd_train.launch.launchers.srun import Srun

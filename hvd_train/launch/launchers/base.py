@@ -13,7 +13,7 @@ from hvd_train.launch.world import World
 
 if TYPE_CHECKING:
     from hvd_train.launch.hosts import Hosts
-    from hvd_train.launch.rendezvous.step import Step
+    from hvd_train.launch.rendezvous.job_step import JobStep
 
 # Exit codes of launchers for a rank killed by a signal.
 FATAL = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
@@ -117,7 +117,7 @@ class Launcher:
         """Return whether the launcher connects its ranks, and ends all when one fails."""
         return True
 
-    def step(self, environ: Mapping[str, str]) -> Step:
+    def step(self, environ: Mapping[str, str]) -> JobStep:
         """Describe the ranks that were started together, for a launcher that does not connect them."""
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Ranks over Gloo, started by ``launch/gloo.py`` with the variables of ``horovodrun --gloo``."""
+"""Ranks over Gloo, started by ``launch/ssh_starter.py`` with the variables of ``horovodrun --gloo``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Horovodrun(Launcher):
 
     def command(self, layout: Layout, program: Sequence[str]) -> list[str]:
         # Not the tool itself, which puts the whole environment on command lines.
-        line = [*installed.python("hvd_train.launch.gloo"), "-np", str(layout.num_proc)]
+        line = [*installed.python("hvd_train.launch.ssh_starter"), "-np", str(layout.num_proc)]
         if layout.hosts:
             line += ["-H", layout.hosts.words]
             if layout.hosts.interfaces:

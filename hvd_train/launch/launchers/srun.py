@@ -20,7 +20,7 @@ from hvd_train.launch.launchers.base import Launcher, Layout, number
 from hvd_train.launch.world import World
 
 if TYPE_CHECKING:
-    from hvd_train.launch.rendezvous.step import Step
+    from hvd_train.launch.rendezvous.job_step import JobStep
 
 WHERE = "--launcher srun"
 
@@ -78,15 +78,17 @@ class Srun(Launcher):
             return environ["HOROVOD_CONTROLLER"].lower() == "mpi"
         return "PMIX_RANK" in environ and installed.mpi_built()
 
-    def step(self, environ: Mapping[str, str]) -> Step:
-        from hvd_train.launch.rendezvous.step import Step
+    def step(self, environ: Mapping[str, str]) -> JobStep:
+        from hvd_train.launch.rendezvous.job_step import JobStep
 
         names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         first = node_names(environ.get("SLURM_STEP_NODELIST", "localhost"))[0]
         node = node_of(environ)
         this = environ.get("SLURMD_NODENAME", f"node {node}" if node else first)
         per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_STEP_NUM_TASKS"]))
-        return Step(".".join(environ.get(name, "0") for name in names), self.name, first, this, len(per_node), address)
+        return JobStep(
+            ".".join(environ.get(name, "0") for name in names), self.name, first, this, len(per_node), address
+        )
 
 
 def _typed_in_a_step(environ: Mapping[str, str]) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train import files
-from hvd_train.run_folder import jsonl
+from hvd_train.run_folder import metrics_file
 from hvd_train.run_folder.trackers.tracker import TrackedRun, Tracker
 
 NAME = "metrics.csv"
@@ -33,12 +33,12 @@ class CsvFile(Tracker):
                 stream.write(_text([row], self._columns, header=False))
 
     def _write_all(self) -> None:
-        rows, _ = jsonl.read(self._run_dir)
+        rows, _ = metrics_file.read(self._run_dir)
         files.put(self._run_dir / NAME, _text(rows, self._columns, header=True))
 
 
 def _columns(run_dir: Path) -> dict[str, None]:
-    return dict.fromkeys(name for row in jsonl.read(run_dir)[0] for name in row)
+    return dict.fromkeys(name for row in metrics_file.read(run_dir)[0] for name in row)
 
 
 def _text(rows: Iterable[Mapping[str, Any]], columns: list[str], header: bool) -> bytes:

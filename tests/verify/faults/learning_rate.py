@@ -1,5 +1,5 @@
 from hvd_train.cli.main import main
-from hvd_train.core.schedule import Schedule
+from hvd_train.core.learning_rate import Schedule
 from hvd_train.launch.environment import world
 
 given = Schedule.rate

@@ -1,1 +1,0 @@
-"""Run a process as a rank."""

@@ -73,9 +73,9 @@ def ranked(folder):
 
 
 def rows(folder):
-    """What was logged, but for the speed."""
+    """What was logged, but for the speed, and for slow ranks on a busy machine."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "samples_per_second"} for row in found]
+    return [{k: v for k, v in row.items() if k != "samples_per_second"} for row in found if row["event"] != "straggler"]
 
 
 @pytest.mark.parametrize("phase", ["training", "evaluation", "saving"])

@@ -3,8 +3,10 @@
 import gzip
 import struct
 
+import h5py
 import numpy as np
 import pytest
+from PIL import Image
 
 from hvd_train.config import DataConfig
 from hvd_train.data.catalog import open_data
@@ -93,7 +95,6 @@ def write(kind, folder, named):
     if kind == "npz":
         np.savez(path, **named)
         return path
-    h5py = pytest.importorskip("h5py")
     with h5py.File(path, "w") as file:
         for name, array in named.items():
             file[name] = array
@@ -101,9 +102,8 @@ def write(kind, folder, named):
 
 
 def pictures(folder, classes=("cat", "dog"), n=5, mode="RGB", size=(9, 7), suffix="png"):
-    image = pytest.importorskip("PIL.Image")
     for k, name in enumerate(classes):
         (folder / name).mkdir(parents=True)
         for i in range(n):
-            image.new(mode, size, (20 * k + i,) * len(mode)).save(folder / name / f"{i}.{suffix}")
+            Image.new(mode, size, (20 * k + i,) * len(mode)).save(folder / name / f"{i}.{suffix}")
     return folder

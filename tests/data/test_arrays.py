@@ -7,6 +7,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import h5py
 import numpy as np
 import pytest
 
@@ -218,7 +219,6 @@ def test_hdf5_from_several_threads(tmp_path):
 
 @pytest.mark.parametrize("trick", ["soft", "external", "virtual", "raw"])
 def test_hdf5_reads_no_other_file(tmp_path, trick):
-    h5py = pytest.importorskip("h5py")
     path, other = tmp_path / "data.h5", tmp_path / "other.h5"
     named = arrays()
     with h5py.File(other, "w") as file:
@@ -282,7 +282,6 @@ def test_headers_that_promise_too_much(tmp_path):
 
 
 def test_hdf5_that_claims_more_than_it_holds(tmp_path, monkeypatch):
-    h5py = pytest.importorskip("h5py")
     path = tmp_path / "data.h5"
     with h5py.File(path, "w") as file:
         for name, shape in (("x", (10**12, 3)), ("y", (10**12,))):

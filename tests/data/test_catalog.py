@@ -5,6 +5,7 @@ import struct
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from hvd_train.data.catalog import catalog
 from hvd_train.data.kinds import KINDS
@@ -18,11 +19,10 @@ from tests.data.files import (
 
 
 def test_more_memory_than_is_free_is_told_before_it_is_taken(tmp_path, monkeypatch):
-    image = pytest.importorskip("PIL.Image")
     monkeypatch.setattr("hvd_train.data.memory.free", lambda: 100_000_000)
     pictures(tmp_path / "photos")
     big = tmp_path / "photos" / "cat" / "big.png"
-    image.new("1", (9_000, 9_000)).save(big)
+    Image.new("1", (9_000, 9_000)).save(big)
     text = fault("imagefolder", tmp_path / "photos", image_size=8)
     assert "an image of 9,000 x 9,000 pixels takes 567 MB of memory, and 100 MB are free" in text and str(big) in text
     mnist(tmp_path, gz=True)

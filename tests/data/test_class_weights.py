@@ -101,7 +101,7 @@ def test_labels_are_counted_without_the_inputs_where_that_can_be():
 
 def test_a_run_keeps_the_numbers_and_eval_gives_its_loss(tmp_path):
     words = ("--set", "data.name=digits", "--set", "model.name=mlp", "--set", "model.hidden=[8]")
-    words += ("--set", "task.class_weights=balanced", "--run-dir", "run", "-np", "2")
+    words += ("--set", "task.class_weights=balanced", "--run-dir", "run")
     run("fit", *words, cwd=tmp_path)
     again = json.loads(run("eval", "--run-dir", "run", cwd=tmp_path).stdout.splitlines()[-1])
     assert again["loss"] == pytest.approx(json.loads((tmp_path / "run/summary.json").read_text())["val_loss"], rel=1e-6)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from hvd_train.config import TaskConfig
 from hvd_train.data.catalog import open_data
@@ -28,9 +29,8 @@ def test_imagefolder(tmp_path, mode, channels):
 
 def test_one_gray_image_makes_no_others_gray(tmp_path):
     """Collections from the web have some, and one may come first."""
-    image = pytest.importorskip("PIL.Image")
     pictures(tmp_path)
-    image.new("L", (9, 7)).save(tmp_path / "cat" / "0.png")
+    Image.new("L", (9, 7)).save(tmp_path / "cat" / "0.png")
     data = opened("imagefolder", tmp_path)
     assert data.sample.input_shape == (7, 9, 3)
     assert all(part.fetch(np.arange(len(part)))[0]["input"].shape[-1] == 3 for part in (data.train, data.val))
@@ -54,10 +54,9 @@ def test_imagefolder_faults(tmp_path):
     assert str(odd) in fault("imagefolder", tmp_path)
     odd.write_bytes(b"no image at all")
     assert str(odd) in fault("imagefolder", tmp_path)
-    image = pytest.importorskip("PIL.Image")
-    image.new("RGB", (5, 5)).save(odd)
+    Image.new("RGB", (5, 5)).save(odd)
     assert "set data.image_size" in fault("imagefolder", tmp_path)
-    image.fromarray(np.full((7, 9), 40_000, np.uint16)).save(odd)
+    Image.fromarray(np.full((7, 9), 40_000, np.uint16)).save(odd)
     assert "8 bits" in fault("imagefolder", tmp_path)
     odd.write_bytes(whole)
     train = opened("imagefolder", tmp_path, image_size=8).train
@@ -114,11 +113,10 @@ def test_folders_whose_part_is_not_known_are_refused(tmp_path):
 
 
 def test_all_that_pillow_reads_is_read_and_the_rest_is_told(tmp_path):
-    image = pytest.importorskip("PIL.Image")
     pictures(tmp_path, suffix="tiff", n=4)
     pictures(tmp_path, classes=("cow", "fox"), suffix="TIF", n=4)
     for name, kind in (("a.jfif", "JPEG"), ("b", "PNG"), ("c.ppm", "PPM"), ("d.0001", "JPEG"), ("e.tga", "TGA")):
-        image.new("RGB", (9, 7)).save(tmp_path / "cat" / name, kind)
+        Image.new("RGB", (9, 7)).save(tmp_path / "cat" / name, kind)
     data = opened("imagefolder", tmp_path)
     assert len(data.train) + len(data.val) == 21 and data.sample.num_classes == 4 and data.remarks == []
     for name in ("a.svg", "b.svg", "notes.txt", "LICENSE", "x.npy"):
@@ -152,16 +150,15 @@ def test_images_without_classes_can_be_predicted(tmp_path):
 
 
 def test_gray_or_colored_is_decided_from_all_files_of_all_parts(tmp_path):
-    image = pytest.importorskip("PIL.Image")
     pictures(tmp_path / "train", mode="L", n=100)
     assert opened("imagefolder", tmp_path).sample.input_shape == (7, 9, 1)
     pictures(tmp_path / "test", n=2)
     data = opened("imagefolder", tmp_path)
     assert data.sample.input_shape == (7, 9, 1)
     assert "in color, which are read as gray" in for_testing("imagefolder", tmp_path).remarks[0]
-    image.new("RGB", (9, 7), (200, 10, 10)).save(tmp_path / "train" / "cat" / "77.png")
+    Image.new("RGB", (9, 7), (200, 10, 10)).save(tmp_path / "train" / "cat" / "77.png")
     assert opened("imagefolder", tmp_path).sample.input_shape == (7, 9, 3)
-    image.new("L", (9, 7)).save(tmp_path / "train" / "cat" / "77.png")
+    Image.new("L", (9, 7)).save(tmp_path / "train" / "cat" / "77.png")
     pictures(tmp_path / "val", n=1)
     assert opened("imagefolder", tmp_path).train.sample.input_shape == (7, 9, 3)
 
@@ -169,15 +166,14 @@ def test_gray_or_colored_is_decided_from_all_files_of_all_parts(tmp_path):
 @pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp"])
 def test_photographs_stand_upright(tmp_path, suffix):
     """As EXIF tells: left and right would be half the pictures' own, and half the camera's."""
-    image = pytest.importorskip("PIL.Image")
     pictures(tmp_path, suffix=suffix)
     plain = opened("imagefolder", tmp_path)
     pixels = np.zeros((16, 8, 3), np.uint8)
     pixels[:8] = 255  # lies on its side: up is left
-    exif = image.Exif()
+    exif = Image.Exif()
     exif[0x0112] = 8
     for file in tmp_path.rglob(f"*.{suffix}"):
-        image.fromarray(pixels).save(file, exif=exif, quality=95)
+        Image.fromarray(pixels).save(file, exif=exif, quality=95)
     data = opened("imagefolder", tmp_path)
     assert data.sample.input_shape == (8, 16, 3) and data.fingerprint != plain.fingerprint
     found = everything(data.train)[0]
@@ -186,19 +182,18 @@ def test_photographs_stand_upright(tmp_path, suffix):
         and found[:, :, 9:].min() > 0.9
         or found[:, :, 9:].max() < 0.1 < found[:, :, :7].min()
     )
-    upright = image.fromarray(pixels).transpose(image.Transpose.ROTATE_90)
+    upright = Image.fromarray(pixels).transpose(Image.Transpose.ROTATE_90)
     assert abs(found[0] * 255 - np.asarray(upright)).max() < 20
 
 
 @pytest.mark.parametrize("kind", ["RGBA", "LA", "P"])
 def test_transparency_that_is_left_out_is_told(tmp_path, kind):
     """A drawing that is black on nothing is black all over: all samples were alike, without a word."""
-    image = pytest.importorskip("PIL.Image")
     pictures(tmp_path, mode="RGB" if kind == "P" else kind)
     drawing = np.zeros((7, 9, 4), np.uint8)
     drawing[2:5, 2:5, 3] = 255
     for name in ("cat", "dog"):
-        one = image.fromarray(drawing, "RGBA")
+        one = Image.fromarray(drawing, "RGBA")
         one = one.quantize(4) if kind == "P" else one.convert(kind)
         one.save(tmp_path / name / "0.png")
     (remark,) = opened("imagefolder", tmp_path).remarks
@@ -207,19 +202,17 @@ def test_transparency_that_is_left_out_is_told(tmp_path, kind):
 
 
 def test_an_alpha_channel_without_transparent_pixels_is_no_news(tmp_path):
-    image = pytest.importorskip("PIL.Image")
     pictures(tmp_path)
     for path in tmp_path.glob("*/*.png"):
-        image.open(path).convert("RGBA").save(path)
+        Image.open(path).convert("RGBA").save(path)
     assert not opened("imagefolder", tmp_path).remarks
 
 
 @pytest.mark.parametrize("suffix", ["tif", "gif", "webp", "png"])
 def test_files_of_several_images_are_told(tmp_path, suffix):
     """Of a stack of slices or an animation the first image alone is a sample."""
-    image = pytest.importorskip("PIL.Image")
     pictures(tmp_path)
-    slices = [image.new("RGB", (9, 7), (30 * k, 0, 0)) for k in range(3)]
+    slices = [Image.new("RGB", (9, 7), (30 * k, 0, 0)) for k in range(3)]
     slices[0].save(tmp_path / "dog" / f"9.{suffix}", save_all=True, append_images=slices[1:])
     (remark,) = opened("imagefolder", tmp_path).remarks
     assert remark.startswith("1 file holds several images, of which the first is read") and f"dog/9.{suffix}" in remark

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import h5py
 import numpy as np
 import pytest
 from PIL import Image
@@ -190,7 +191,6 @@ def test_all_samples_without_labels(tmp_path):
     folder.mkdir()
     np.save(folder / "x.npy", X)
     assert (for_run(config("npy", folder), run, labels=False)[0] == X).all()
-    h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["train_x"], file["val_x"] = X[:40], X[40:]
     assert (for_run(config("hdf5", tmp_path / "a.h5"), run, labels=False)[0] == X).all()

@@ -199,16 +199,3 @@ def test_headers_that_python_does_not_read(tmp_path, key):
 def test_shards_whose_part_is_not_known(tmp_path):
     write(shards(tmp_path) / "holdout-0.tar", samples(range(5)))
     assert "holdout-0.tar beside those of train, val; " in fault(tmp_path)
-
-
-def test_two_ranks_train_on_shards_and_the_other_framework_evaluates(tmp_path):
-    """As the page images describes it; a path alone says the kind of data to eval."""
-    from tests.cli.running import run
-
-    keys = [f"data={{name: webdataset, path: {shards(tmp_path / 'shards')}}}", "model.name=mlp", "tensorboard=false"]
-    words = [word for key in [*keys, "threads=1", "precision=64"] for word in ("--set", key)]
-    run("fit", "-np", "2", "--run-dir", "run", *words, cwd=tmp_path)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    line = ("eval", "--run-dir", "run", "--set", "framework=tensorflow", "--set", "data.path=shards/val-0.tar")
-    other = json.loads(run(*line, cwd=tmp_path).stdout.splitlines()[-1])
-    assert other["samples"] == 20 and other["loss"] == pytest.approx(summary["val_loss"], rel=1e-9)

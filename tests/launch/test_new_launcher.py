@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -42,20 +41,6 @@ def with_toy(tmp_path_factory):
         return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=SECONDS)
 
     return run
-
-
-def test_help_and_dry_run(with_toy):
-    shown = " ".join(with_toy("fit", "--help").stdout.split())
-    assert "[auto|horovodrun|mpirun|srun|toy]" in shown and "toy: plain processes." in shown
-    assert "[auto|horovodrun|mpirun|toy]" in with_toy("eval", "--help").stdout
-    done = with_toy("fit", "--launcher", "toy", "-np", "2", "--dry-run", "-c", str(TINY))
-    words = shlex.split(done.stdout)
-    assert words[1:4] == ["-m", "hvd_train.launch.launchers.toy", "2"] and words[5:9] == [
-        "-P",
-        "-m",
-        "hvd_train",
-        "fit",
-    ]
 
 
 def test_two_ranks_train(with_toy, tmp_path):

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from scipy.special import log_softmax, softmax
+from sklearn import metrics
 
 from hvd_train.config import TaskConfig
 from hvd_train.errors import ConfigError
@@ -24,7 +25,6 @@ from hvd_train.protocol import Field, Sample
 from hvd_train.task.task import Task
 from tests.numpy_frontend import NumpyOps
 
-metrics = pytest.importorskip("sklearn.metrics")
 N, CLASSES, PLACES = 61, 7, 5
 
 

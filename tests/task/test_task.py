@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from sklearn import metrics
 
 from hvd_train.cli import guide
 from hvd_train.config import Config, TaskConfig
@@ -153,7 +154,7 @@ def test_classes_count_by_their_weights(masked):
     field = Field((PLACES,), "int64", classes=CLASSES, masked=masked)
     task = Task(TaskConfig(class_weights=weights.tolist()), Sample({}, {"label": field}), NumpyOps())
     sums = summed(task, z, y, np.array_split(np.arange(N), 3), 0)
-    there, metrics = y >= 0, pytest.importorskip("sklearn.metrics")
+    there = y >= 0
     of_place = weights[y[there]]
     wanted = metrics.log_loss(y[there], softmax(z[there]), sample_weight=of_place, labels=range(CLASSES))
     results = task.results(sums)
@@ -206,7 +207,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_metrics_are_those_of_scikit_learn(monkeypatch, form, loss):
     """As the guide's table has it; with a loss of the user's own the outputs tell which form it is."""
-    metrics, page = pytest.importorskip("sklearn.metrics"), guide.page("own-loss")
+    page = guide.page("own-loss")
     column, classes, several = FORMS[form]
     y = RNG.integers(0, classes or 2, (200, several) if several else 200)
     z = RNG.normal(size=(*y.shape, classes)) + np.eye(classes)[y] if classes else RNG.normal(size=y.shape) + y
@@ -248,7 +249,7 @@ def test_metrics_are_those_of_scikit_learn(monkeypatch, form, loss):
 def test_areas_of_training_are_those_of_outputs_in_bins(metric):
     """Average precision took the middle of a bin, and of two values of output was 0.6770 where 0.6544 is right."""
     rng, name = np.random.default_rng(0), {"roc_auc_score": "auc"}.get(metric, "average_precision")
-    area = getattr(pytest.importorskip("sklearn.metrics"), metric)
+    area = getattr(metrics, metric)
     task = Task(TaskConfig(loss="bce", metrics=[name]), fields((), "float32"), NumpyOps())
     for count, spread in ((50, 1.0), (20_000, 0.3)):
         y = (rng.random(count) < 0.3).astype(float)
@@ -264,7 +265,7 @@ def test_areas_of_training_are_those_of_outputs_in_bins(metric):
 @pytest.mark.parametrize("labels", [1, 3])
 def test_a_ranking_of_too_many_outputs_drops_their_last_bits(labels):
     """The same ones in every partition. With a thirtieth of the outputs the areas stay right to 0.002."""
-    metrics, rng = pytest.importorskip("sklearn.metrics"), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     y = rng.random((30_000, labels)) < 0.2
     z = -7 + 0.1 * (rng.normal(size=y.shape) + 2 * y)
     z[::7] = np.round(z[::7], 1)
@@ -310,13 +311,13 @@ def test_auc_of_rare_classes_and_of_sure_models(middle, spread):
     y = (rng.random(20_000) < 0.1).astype(float)
     z = middle + spread * (rng.normal(size=len(y)) + y)
     task = Task(TaskConfig(loss="bce", metrics=["auc"]), fields((), "float32"), NumpyOps())
-    wanted = pytest.importorskip("sklearn.metrics").roc_auc_score(y, z)
+    wanted = metrics.roc_auc_score(y, z)
     assert task.results(task(z, {"label": y}, np.ones(len(y)))[1])["auc"] == pytest.approx(wanted, abs=1e-3)
 
 
 def test_losses_are_those_of_scikit_learn():
     """The guide's second table."""
-    metrics, calls = pytest.importorskip("sklearn.metrics"), table_of(guide.page("own-loss"), 3)
+    calls = table_of(guide.page("own-loss"), 3)
     calls = {name.strip("`"): call.strip("`") for name, _, call in calls}
     assert set(calls) == {*LOSSES, "rmse", "r2", "mape", "perplexity"}
     y, z = RNG.normal(size=(2, N, 3))
@@ -386,7 +387,6 @@ def test_labels_that_are_no_class_are_told(monkeypatch, outputs, labels):
     task.probe(z[:2], {"label": y[:2]}, np.ones(2))
     sums = task(z, {"label": y}, np.ones(N))[1]
     if outputs in ((N,), (N, 1)):
-        metrics = pytest.importorskip("sklearn.metrics")
         found, known = task.results(sums), (y > 0, z.reshape(N) > 0)
         assert found["f1_macro"] == pytest.approx(metrics.f1_score(*known, average="macro"), rel=1e-12)
         assert found["balanced_accuracy"] == pytest.approx(metrics.balanced_accuracy_score(*known), rel=1e-12)
@@ -447,7 +447,6 @@ def test_r2_of_labels_far_from_zero_in_32_bits():
     z, y = (2000 + z / 4 + y).astype(np.float32), (2000 + y).astype(np.float32)
     parts = np.array_split(RNG.permutation(N), 2)
     sums = sum(task(z[rows], {"label": y[rows]}, np.ones(len(rows), np.float32))[1] for rows in parts)
-    metrics = pytest.importorskip("sklearn.metrics")
     assert task.results(sums)["r2"] == pytest.approx(metrics.r2_score(y.astype(float), z.astype(float)), rel=1e-6)
 
 
@@ -500,7 +499,6 @@ def test_f1_of_a_model_with_more_logits_than_classes():
     task, z, y = made("cross_entropy", ["f1"], "classes", ())
     wide = np.concatenate([z, 2 + RNG.normal(size=(N, 3))], axis=1)
     found, told = task.results(task(wide, {"label": y}, np.ones(N))[1])["f1"], wide.argmax(1)
-    metrics = pytest.importorskip("sklearn.metrics")
     assert (told >= CLASSES).any()
     assert found == pytest.approx(metrics.f1_score(y, told, labels=range(CLASSES), average="macro"), rel=1e-12)
 
@@ -578,8 +576,8 @@ def test_weights_must_follow_from_labels_alone(monkeypatch):
 
 def test_samples_that_are_compared_with_each_other_are_refused():
     """Outputs (n, 1) less labels (n,): each value would be a mean over the batch, and depend on the world."""
-    for loss, metrics in (("own_task:near", []), ("mse", ["own_task:near"])):
-        task, z, y = made(loss, metrics, "numbers", ())
+    for loss, names in (("own_task:near", []), ("mse", ["own_task:near"])):
+        task, z, y = made(loss, names, "numbers", ())
         task.probe(z[:2], {"label": y[:2]}, np.ones(2))
         with pytest.raises(ConfigError, match=r"gives \(2, 2\) for 2 samples .* labels \(2, 1\) and \(2,\); .*near"):
             task.probe(z[:2, None], {"label": y[:2]}, np.ones(2))

@@ -19,7 +19,7 @@ from hvd_train.jobs.fit import locked_run_folder, train
 from hvd_train.jobs.job import build_job, noting_inputs
 from hvd_train.jobs.resume import resumes, split_as_before
 from hvd_train.protocol import Build
-from hvd_train.script.world import open_session
+from hvd_train.script.shared.world import open_session
 from hvd_train.session import Session, failures_explained
 
 STARTED_IN = os.path.abspath(sys.path[0])  # the script's folder; the current one in a notebook or with python -m

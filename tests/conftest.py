@@ -40,7 +40,7 @@ QUICK = (
     "update/",
     "frontends/test_contract",
     "frontends/test_records",
-    "script/test_apart",
+    "script/test_local_training",
     "stages/test_links",
     "stages/test_numpy_stages",
     "stages/test_schedule",
@@ -54,11 +54,11 @@ QUICK = (
 # The longest first, so that both workers end at about the same time.
 LONGEST = [
     "ranks/test_worlds",
-    "tests/keras/test_keras",
-    "tests/torch/test_sharded",
+    "tests/script/keras/test_keras",
+    "tests/script/pytorch/test_sharded",
     "stages/test_runs",
-    "tests/torch/test_worlds",
-    "tests/keras/test_sharded",
+    "tests/script/pytorch/test_worlds",
+    "tests/script/keras/test_sharded",
     "verify/test_verify",
     "ranks/test_lost_ranks",
     "ranks/test_launchers",
@@ -123,11 +123,11 @@ def pytest_runtest_setup():
         keras.utils.set_random_seed(0)
         keras.config.set_floatx("float32")
         keras.config.set_dtype_policy("float32")
-    if script := sys.modules.get("hvd_train.script.world"):
+    if script := sys.modules.get("hvd_train.script.shared.world"):
         # The world of one that a script opens once a process, for one framework.
         script._sessions.clear()
         atexit.unregister(script._close)
-    if loop := sys.modules.get("hvd_train.keras.loop"):
+    if loop := sys.modules.get("hvd_train.script.keras.loop"):
         loop._iterations.clear()  # by which passes over data are numbered
 
 

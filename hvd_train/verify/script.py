@@ -1,7 +1,7 @@
 """``hvd-train verify -- python train.py``: run a user's script on N ranks and on one, and compare in 64 bits.
 
-The script runs unchanged. An environment variable (script/record.py) makes ``hvd_train.torch`` and ``hvd_train.keras``
-compute in 64 bits without dropout, end after K steps, and write records.
+The script runs unchanged. An environment variable (script/shared/record.py) makes ``hvd_train.torch`` and
+``hvd_train.keras`` compute in 64 bits without dropout, end after K steps, and write records.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hvd_train.launch.environment import world
 from hvd_train.launch.start import launch
 from hvd_train.protocol import Tree
 from hvd_train.run_folder.terminal import say
-from hvd_train.script.record import VARIABLE
+from hvd_train.script.shared.record import VARIABLE
 from hvd_train.verify.compare_worlds import Comparison, report_page, text
 from hvd_train.verify.difference import Difference, Runs, findings, rows
 from hvd_train.verify.record import Record, samples_of, stages_of

@@ -53,7 +53,7 @@ from hvd_train.compression import make
 from hvd_train.compression.table import COMPRESSORS
 from hvd_train.config import load_config
 from hvd_train.mode_comparison.ways import standard, way
-from hvd_train.script.world import exchange_options
+from hvd_train.script.shared.world import exchange_options
 from tests.numpy_frontend import NumpyOps
 
 gradient, residual = np.random.default_rng(0).normal(size=(2, 100))
@@ -90,13 +90,13 @@ for name, words in (("lamb", "belongs to name: sgd or lars or rmsprop or signum 
 AN_UPDATE = """
 from hvd_train.errors import ConfigError
 from hvd_train.mode_comparison.ways import standard, way
-from hvd_train.script.world import exchange_options
+from hvd_train.script.shared.world import exchange_options
 
 assert "doubling" in standard() and way("doubling").exact == "no"
 try:
     exchange_options("ht.distribute", "none", {}, mode="doubling")
 except ConfigError as error:
-    assert "mode='doubling': for hvd-train fit alone" in str(error)
+    assert "mode='doubling' works only with hvd-train fit" in str(error)
 """
 # A mode that scripts may have: the file, the row, and what they are for.
 A_FILE = "from hvd_train.update.outer import Outer\n\n\nclass Plain(Outer):\n    pass\n"
@@ -107,15 +107,15 @@ A_ROW = """    "plain": ModeSpec(
 A_MODE_OF_SCRIPTS = """
 import numpy as np
 
-from hvd_train.script.world import exchange_options
+from hvd_train.script.shared.world import exchange_options
 from tests.rank_threads import run_ranks
-from tests.script.test_apart import Script
+from tests.script.test_local_training import Script
 
 
 def work(communicator, mode):
     script = Script(communicator, mode=mode)
     script.steps(7)
-    script.apart.join()
+    script.local.synchronize()
     return script.w
 
 

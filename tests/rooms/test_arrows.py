@@ -58,11 +58,18 @@ def test_arrows_point_down(file):
         assert here == there or down, f"{here} imports {module}"
 
 
+@pytest.mark.parametrize("part", ["shared", "pytorch", "keras"])
+def test_scripts_of_two_frameworks_share_only_what_is_shared(part):
+    for file in (PACKAGE / "script" / part).rglob("*.py"):
+        parts = {module.split(".")[2] for module in imports(file) if module.startswith("hvd_train.script.")}
+        assert parts <= {part, "shared"}, file
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
 def test_who_knows_what(file):
     packages = {module.split(".")[0] for module in imports(file)}
     here = own_room(file)
-    if here not in ("frontends", "script", "torch", "keras"):
+    if here not in ("frontends", "script"):
         assert not packages & FRAMEWORKS, "only front-ends, and what a user's script imports, know a framework"
     if here != "cli":
         assert "click" not in packages

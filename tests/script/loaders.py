@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.utils import data
 
-from hvd_train.script.dataloader import passes
+from hvd_train.script.shared.dataloader import passes
 
 SEVEN_TO_SIX = 7 * 2 / 13  # weight of a rank that has 7 of the last 13 samples
 

@@ -1,4 +1,4 @@
-"""Scripts whose ranks train apart, on a quadratic whose gradients differ between ranks: what must come out."""
+"""Local training in scripts, on a quadratic whose gradients differ between ranks: what must come out."""
 
 from __future__ import annotations
 

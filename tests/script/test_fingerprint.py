@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils import data
 
-from hvd_train.script.dataloader import fingerprint
+from hvd_train.script.shared.dataloader import fingerprint
 
 
 class Holding(data.Dataset):

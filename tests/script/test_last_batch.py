@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils import data
 
-from hvd_train.script.dataloader import passes, shares
+from hvd_train.script.shared.dataloader import passes, shares
 from tests.script.loaders import SEVEN_TO_SIX, Doubled, uneven
 
 

@@ -82,7 +82,7 @@ def test_weights_that_a_script_has_moved_itself_are_compared_at_its_end():
     run = ended("mpirun", "torch", "moved", {})
     lines = set(re.findall(r"error\[rank \d\]: (.*)", run.stdout + run.stderr))
     assert run.returncode == 5 and "Traceback" not in run.stderr, run.stdout[-2000:] + run.stderr[-3000:]
-    what = "the weights of this rank differ from those of rank {}, and no gradient has travelled; the end of the"
+    what = "the weights of this rank differ from those of rank {}, and no gradient was exchanged; the end of the"
     assert lines and all(line.startswith((what.format(0), what.format(1))) for line in lines), lines
 
 

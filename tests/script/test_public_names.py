@@ -1,6 +1,7 @@
 """Names and parameters that scripts use stay as they are."""
 
 import inspect
+from typing import get_overloads
 
 import pytest
 
@@ -44,5 +45,15 @@ KERAS = {
 def test_public_names_and_parameters(framework, names):
     module = __import__(f"hvd_train.{framework}", fromlist=[framework])
     assert sorted(module.__all__) == sorted(names)
+    assert sorted(name for name in vars(module) if not name.startswith("_")) == sorted(names)
     for name, parameters in names.items():
         assert list(inspect.signature(getattr(module, name)).parameters) == parameters, name
+
+
+def test_distribute_returns_the_types_that_it_gets():
+    """Editors and type checkers know nothing of a value of type Any."""
+    import hvd_train.keras as hk
+    import hvd_train.torch as ht
+
+    returned = [inspect.signature(each).return_annotation for each in (*get_overloads(ht.distribute), hk.distribute)]
+    assert returned == ["Model", "tuple[Model, *Others]", "Model"]

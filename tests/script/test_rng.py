@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import data
 
 import hvd_train.torch as ht
-from hvd_train.script.dataloader import passes, shares
+from hvd_train.script.shared.dataloader import passes, shares
 
 
 def test_an_epoch_ends_with_draws_of_its_own():

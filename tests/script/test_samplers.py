@@ -10,7 +10,7 @@ import torch
 from torch.utils import data
 
 from hvd_train.errors import DataError
-from hvd_train.script.dataloader import passes, shares
+from hvd_train.script.shared.dataloader import passes, shares
 from tests.script.loaders import world_of
 
 

@@ -14,7 +14,7 @@ from torch.utils import data
 
 import hvd_train.torch as ht
 from hvd_train.errors import ConfigError, DataError
-from hvd_train.script.dataloader import passes, shares
+from hvd_train.script.shared.dataloader import passes, shares
 from tests.script.loaders import Doubled, world_of
 
 
@@ -183,8 +183,11 @@ class Begun(data.DataLoader):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda s: data.DataLoader(s, sampler=data.DistributedSampler(s, 2, 0)), "DistributedSampler; ht.shard; take"),
-        (Begun, "this Begun keeps a pass that has begun"),
+        (
+            lambda s: data.DataLoader(s, sampler=data.DistributedSampler(s, 2, 0)),
+            "DistributedSampler; ht.shard; remove",
+        ),
+        (Begun, "this Begun has already begun a pass over its data"),
         (lambda s: data.DataLoader(s, batch_size=None), "batch_size"),
         (lambda s: s, "torch.utils.data.DataLoader, not a TensorDataset"),
     ],

@@ -75,7 +75,7 @@ def test_the_advice_for_a_script_is_one_for_scripts(run):
     assert code == 0, out
 
 
-LONG = pytest.mark.long("fit is equal in every run, and loops in tests/keras, which differ here in every run")
+LONG = pytest.mark.long("fit is equal in every run, and loops in tests/script/keras, which differ here in every run")
 
 
 @pytest.mark.parametrize("way", ["fit", pytest.param("loop", marks=LONG)])

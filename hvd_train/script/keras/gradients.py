@@ -1,0 +1,322 @@
+"""The gradients of a user's Keras 3 model, averaged over ranks before its optimizer uses them.
+
+Law: the optimizer gets the gradient of the mean over all samples of the step, on any rank. Each rank's gradient is the
+mean over its samples, weighted by its share of the step's samples.
+
+Uncompressed gradients need not wait for the other ranks' sample counts n_r. With N ranks and b = ``batch``, ranks send
+n_r / b times their gradient, and the mean over ranks is divided by the mean of n_r / b. Compressed gradients wait for
+the counts, because what one step omits must have the same weight in the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+
+from hvd_train.compression.uncompressed import Uncompressed
+from hvd_train.errors import ConfigError
+from hvd_train.protocol import Communicator, Compressor, Ops, TensorSpec
+from hvd_train.script.keras.eval_window import EvalWindow, tensor_of
+from hvd_train.script.keras.patches import Patches
+from hvd_train.script.shared.world import NamedTransfers
+from hvd_train.update.exchange import Exchange
+
+WIRE = ("float16", "float32", "float64")  # dtypes that Horovod can add
+
+
+def wire_dtype(variable: Any) -> str:
+    """Return the dtype in which values of ``variable`` are sent: its own, or float32 where Horovod cannot add it."""
+    kind = keras.backend.standardize_dtype(variable.dtype)
+    return kind if kind in WIRE else "float32"
+
+
+def check_real(kind: str, what: str, where: str) -> None:
+    """Raise ConfigError for complex numbers: the cast for Horovod would drop their imaginary part."""
+    if kind.startswith("complex"):
+        fix = "give the real and the imaginary part by themselves"
+        raise ConfigError(f"{what} is of {kind}, which cannot be exchanged", where=where, fix=fix, common=True)
+
+
+class Reduction:
+    """The gradients of ``variables``, averaged over the ranks.
+
+    ``count``: this rank's samples of the step, set while its ``train_step`` runs (None: all ranks have equal weight).
+    ``batch``: the usual number, equal on all ranks. ``stop`` is exchanged too: after a step, ``stopped`` > 0 on all
+    ranks if any rank had set it.
+    """
+
+    _numbers = itertools.count()
+    traced: weakref.WeakSet[Reduction] = weakref.WeakSet()  # those whose steps run in graphs
+    moved: ClassVar[dict[int, Callable[[], None]]] = {}  # {number of a model with steps since: averages its statistics}
+    part: Any = None  # in loops over hk.shard, for all models: samples of this rank's batch over the usual number
+
+    def __init__(
+        self, variables: Sequence[Any], compressor: Compressor, communicator: Communicator, backend: Any
+    ) -> None:
+        self.variables = list(variables)
+        self._positions = {id(v): i for i, v in enumerate(self.variables)}
+        kinds = [keras.backend.standardize_dtype(v.dtype) for v in self.variables]
+        for v, kind in zip(self.variables, kinds, strict=True):
+            check_real(kind, f"'{v.path}'", "hk.distribute")
+        self._wire = list(map(wire_dtype, self.variables))
+        self._kinds = kinds
+        specs = [TensorSpec(v.path, tuple(v.shape), kind) for v, kind in zip(self.variables, self._wire, strict=True)]
+        self.number = next(Reduction._numbers)  # equal on all ranks: scripts call ``distribute`` in one order
+        named: Any = NamedTransfers(communicator, self.number)
+        self._communicator, self._size, self._backend, self.eager = named, communicator.size, backend, backend.eager
+        self.ops: Ops = backend.ops
+        self._whole = isinstance(compressor, Uncompressed)
+        # Compressed gradients are weighted before (``_joined``), and summed.
+        op = "average" if self._whole else "sum"
+        packing = backend.packing(communicator)
+        self._exchange = Exchange(specs, packing, compressor, named, backend.ops, op=op)
+        self._states = [
+            tuple(keras.Variable(a, trainable=False, dtype=a.dtype.name, name="compression") for a in arrays)
+            for arrays in self._exchange.init_state()
+        ]
+        self.count: Any = None
+        self.stepped: Callable[[int], None] = lambda steps: None  # called after steps of the script's loop
+        self._graph_steps_reported = 0  # of those that graphs count
+        self.paused: Callable[[], bool] = lambda: False  # whether their report must wait
+        self.steps = keras.Variable(0, trainable=False, dtype="int64", name="steps")
+        if Reduction.part is None:
+            Reduction.part = keras.Variable(1.0, trainable=False, dtype="float64", name="part")
+        self.window = EvalWindow(backend)
+        self.losses = 0  # of this step that have exchanged values with other ranks
+        self._means: list[tuple[Callable[[Any, Any], None], Any]] = []  # of this step's metrics that count batches
+        # The step's samples on all ranks over ``batch``; 0 until an optimizer has run.
+        self.present = keras.Variable(0.0, trainable=False, dtype="float64", name="present")
+        self.batch = keras.Variable(32.0, trainable=False, dtype="float64", name="batch")
+        self.stop = keras.Variable(0.0, trainable=False, dtype="float64", name="stop")
+        self.stopped = keras.Variable(0.0, trainable=False, dtype="float64", name="stopped")
+
+    @classmethod
+    def count_graph_steps(cls) -> None:
+        """Report the steps that were made in graphs; at the same point of the loop on all ranks."""
+        for reduction in sorted(cls.traced, key=lambda each: each.number):
+            if reduction.paused():
+                continue
+            steps = int(reduction.steps.numpy()) - reduction._graph_steps_reported
+            reduction._graph_steps_reported += steps
+            if steps:
+                reduction.stepped(steps)
+
+    @classmethod
+    def average_moved_statistics(cls) -> None:
+        """Average the running statistics of models trained in the script's loops; at the same point on all ranks.
+
+        Includes deleted models, because Python frees them at different times on different ranks.
+        """
+        for number in sorted(cls.moved):
+            cls.moved.pop(number)()
+
+    @classmethod
+    def counts(cls, part: float) -> None:
+        if cls.part is not None:  # else there is only this process
+            cls.part.assign(part)
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Average the gradients of ``variables`` over ranks; one that no rank has stays None."""
+        positions = [self._position(v) for v in variables]
+        local: list[Any] = [None] * len(self.variables)
+        for i, gradient in zip(positions, gradients, strict=True):
+            local[i] = gradient
+        part = tensor_of(Reduction.part)
+        if self.count is not None:
+            part = keras.ops.cast(self.count, "float64") / tensor_of(self.batch)
+        # (variables,) float64: 1 where this rank has a gradient
+        used = keras.ops.convert_to_tensor(np.array([g is not None for g in local], np.float64))
+        # (2 + variables,) float64: part, stop, used
+        head = keras.ops.concatenate([keras.ops.stack([part, tensor_of(self.stop)]), used])
+        *dense, head = self._backend.dense([*local, head])
+        joined, sums = self._backend.awaited([*dense, head], lambda: self._joined(dense, head, part))
+        pairs = zip(self._exchange.from_buckets(joined), self._kinds, strict=True)
+        reduced = [keras.ops.cast(x, kind) for x, kind in pairs]
+        there = [g is not None for g in local]
+        if self._backend.eager():  # in a graph all ranks run the same; eagerly, the variables used may differ
+            there = [n > 0 for n in keras.ops.convert_to_numpy(sums)[2:]]
+        return [reduced[i] if there[i] else None for i in positions]
+
+    def _joined(self, dense: list[Any], head: Any, part: Any) -> tuple[list[Any], Any]:
+        """Return (flat gradients, sums over ranks of: part, stop, having a gradient of tensor 0, 1, ...)."""
+        # Sent first, so that these few numbers arrive before the gradients.
+        sent = self._communicator.allreduce_async(head, "keras.counts")
+        flats = self._exchange.to_buckets([self._as_sent(i, g) for i, g in enumerate(dense)])
+        # Uncompressed gradients are sent at once, weighted by n_r / b; see the top of this file.
+        started = self._start(flats, part) if self._whole else []
+        sums = self._communicator.synchronize(sent)
+        self.stopped.assign(sums[1])
+        self.present.assign(sums[0])
+        if self._whole:
+            return _times(self._finish(started), self._size / sums[0]), sums
+        return self._finish(self._start(flats, part / sums[0])), sums
+
+    def of_others(self, compressor: Compressor, communicator: Communicator) -> Callable[[list[Any]], Reduction]:
+        """Return a function that makes a reduction for another optimizer's variables, in the same steps.
+
+        Such an optimizer shows its variables only in its first step.
+        """
+        made: dict[tuple[int, ...], Reduction] = {}
+
+        def of(variables: list[Any]) -> Reduction:
+            key = tuple(id(v) for v in variables)
+            if key not in made:
+                # The variables must outlive the graph of the optimizer's first step.
+                with self._backend.lifted():
+                    made[key] = Reduction(variables, compressor, communicator, self._backend)
+                made[key].batch, made[key].stop, made[key].stopped = self.batch, self.stop, self.stopped
+                made[key].present = self.present
+            made[key].count = self.count
+            return made[key]
+
+        return of
+
+    def whole(self, value: Any, weight: Any = None) -> Any:
+        """Rescale ``value``, a local sum or weighted mean, so that the mean over samples is that of all ranks.
+
+        The factor is the rank's share of the weight over its share of the samples. So the results' mean over samples is
+        the sum, or the weighted mean, over all ranks.
+        """
+        local = [keras.ops.cast(self.count, "float64")]
+        local += [] if weight is None else [keras.ops.cast(weight, "float64")]
+        sent = keras.ops.stop_gradient(keras.ops.stack(local))
+        name = f"keras.loss{self.losses}"
+        self.losses += 1
+        total = self._communicator.synchronize(self._communicator.allreduce_async(sent, name))
+        # total, local (1 or 2,): samples, and the weight if there is one
+        factor = total[0] / local[0]
+        if weight is not None:
+            factor = factor * keras.ops.divide_no_nan(local[1], total[1])
+        return value * keras.ops.cast(keras.ops.stop_gradient(factor), value.dtype)
+
+    def batch_mean(self, value: Any, add: Callable[[Any, Any], None]) -> None:
+        """Add this batch's part of the global batch's mean by ``add(total, count)``.
+
+        ``value``: the mean over the batch. The step's samples on all ranks are known only after an optimizer has run.
+        Until then each rank assumes full batches, and ``step_made`` corrects that.
+        """
+        if self.window.samples is not None:
+            add(*self.window.batch_mean(value))
+        elif self.count is not None:
+            share = keras.ops.cast(self.count, "float64") / (tensor_of(self.batch) * self._size)
+            add(value * share, share)
+            self._means.append((add, value))
+        else:
+            add(value, keras.ops.ones_like(value))
+
+    def begin_step(self, samples: Any) -> None:
+        self.count, self.losses, self._means = samples, 0, []
+
+    def step_made(self) -> None:
+        """Correct this step's batch means by the number of samples on all ranks, which is now known."""
+        if not self._means:
+            return
+        full, present = keras.ops.convert_to_tensor(float(self._size), "float64"), tensor_of(self.present)
+        whole = keras.ops.where(present > 0, present, full)  # unknown if no optimizer has run
+        part = keras.ops.cast(self.count, "float64") / tensor_of(self.batch)
+        # part / full of each mean was added; its share is part / whole.
+        more = part / whole - part / full
+        for add, value in self._means:
+            add(value * more, more)
+        self._means = []
+        self.present.assign(0.0)
+
+    def with_step_made(self, logs: Any, metrics: Sequence[Any]) -> Any:
+        """Call ``step_made``; return ``logs``, the user step's results, with the updated ``metrics``."""
+        if not self._means:
+            return logs
+        named = {x.name: x for x in metrics if isinstance(x, keras.metrics.Mean)} if isinstance(logs, dict) else {}
+        results = {name: x.result() for name, x in named.items() if name in logs}
+        # A step may return another number under a metric's name.
+        same = {k: keras.ops.equal(logs[k], x) for k, x in results.items() if getattr(logs[k], "dtype", "") == x.dtype}
+        self.step_made()
+        return logs | {k: keras.ops.where(x, named[k].result(), logs[k]) for k, x in same.items()} if same else logs
+
+    def _position(self, variable: Any) -> int:
+        if id(variable) not in self._positions:
+            raise ConfigError(
+                f"the optimizer updates '{variable.path}', which the model did not have at hk.distribute",
+                where="hvd_train.keras",
+                fix="give each model its own optimizer; after a change of layers or of 'trainable' call compile and "
+                "hk.distribute again",
+            )
+        return self._positions[id(variable)]
+
+    def _as_sent(self, i: int, gradient: Any) -> Any:
+        """Cast a gradient for the exchange; zeros if this rank has none."""
+        if gradient is None:
+            return keras.ops.zeros(self.variables[i].shape, self._wire[i])
+        return keras.ops.cast(gradient, self._wire[i])
+
+    def _start(self, flats: list[Any], part: Any) -> list[Any]:
+        states = [tuple(tensor_of(v) for v in state) for state in self._states]
+        return [self._exchange.start(b, flat, states[b]) for b, flat in enumerate(_times(flats, part))]
+
+    def _finish(self, started: Sequence[Any]) -> list[Any]:
+        joined, states = self._exchange.finish(started)
+        for old, new in zip(self._states, states, strict=True):
+            for variable, value in zip(old, new, strict=True):
+                variable.assign(value)
+        return joined
+
+
+def _times(flats: list[Any], factor: Any) -> list[Any]:
+    """Multiply, unless the factor is 1 as in all steps but an epoch's last: that saves a pass over memory."""
+    return keras.ops.cond(keras.ops.abs(factor - 1) < 1e-12, lambda: flats, lambda: _scaled(flats, factor))
+
+
+def _scaled(flats: list[Any], factor: Any) -> list[Any]:
+    return [flat * keras.ops.cast(factor, flat.dtype) for flat in flats]
+
+
+def connect(optimizer: Any, reduction: Reduction, backend: Any, patches: Patches, of: Any = None) -> None:
+    """Make this outermost optimizer average gradients first, before its finite check, clipping and EMA.
+
+    ``of``: variables -> the reduction of another optimizer. Only the instance is patched: what is saved is a plain
+    Keras optimizer.
+    """
+    backend.fuse(optimizer)
+    # ``apply``, not ``apply_gradients``: all calls go through it.
+    apply = optimizer.apply
+
+    def apply_reduced(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        variables = reduction.variables if trainable_variables is None else list(trainable_variables)
+        result = apply((of(variables) if of else reduction)(list(grads), variables), trainable_variables)
+        if reduction.count is None:
+            backend.after_step(reduction)
+        return result
+
+    patches.put(optimizer, "apply", backend.untouched(apply_reduced))
+
+
+def count_samples(model: Any, reduction: Reduction, backend: Any, patches: Patches) -> None:
+    """Set the reduction's sample counts in the model's ``train_step`` and ``test_step``."""
+    step, score = model.train_step, model.test_step
+
+    def samples(data: Any) -> Any:
+        return keras.ops.shape(next(leaf for leaf in keras.tree.flatten(data) if leaf is not None))[0]
+
+    def distributed_train_step(data: Any) -> Any:
+        backend.draw_apart()
+        reduction.begin_step(samples(data))
+        try:
+            return reduction.with_step_made(step(data), model.metrics)
+        finally:
+            reduction.count = None
+
+    def distributed_test_step(data: Any) -> Any:
+        reduction.window.begin_batch(samples(data))
+        try:
+            logs = score(data)
+            reduction.window.end_batch()
+            return logs
+        finally:
+            reduction.window.samples = None
+
+    patches.put(model, "train_step", backend.untouched(distributed_train_step))
+    patches.put(model, "test_step", backend.untouched(distributed_test_step))

@@ -1,0 +1,244 @@
+"""The losses of ``compile`` for a step whose samples are on several ranks.
+
+Law: the ranks' losses, weighted by their shares of the step's samples, add up to the loss over all of them, whether it
+is a mean over samples, over unmasked positions, by weights, or a sum. Gradients and logs have the same weights, so both
+are those of one process. A plain mean needs no correction, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from typing import Any
+
+import keras
+
+from hvd_train.errors import ConfigError
+from hvd_train.launch.environment import world
+from hvd_train.protocol import Communicator
+from hvd_train.script.keras.gradients import Reduction
+from hvd_train.script.keras.patches import Patches
+
+TOGETHER = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)  # these compare samples of a batch
+SAMPLES = 64  # of a batch, to classify losses
+KINDS = ("unknown", "mean", "sum", "neither")  # in order of certainty
+
+
+class _Ones(keras.losses.Loss):
+    """The sum of the weights and masks by which Keras multiplies ``values``."""
+
+    def __init__(self, values: Any) -> None:
+        super().__init__(reduction="sum", dtype=keras.backend.standardize_dtype(values.dtype))
+        self._values = values
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        ones, mask = keras.ops.ones_like(self._values), _mask(self._values)
+        return ones if mask is None else ones * keras.ops.cast(mask, ones.dtype)
+
+
+class DistributedLoss:
+    """Replaces a loss of ``compile``. ``kind``: how it combines samples, as found by ``probe``."""
+
+    def __init__(self, loss: Any, reduction: Reduction) -> None:
+        self.loss, self.kind, self.probing = loss, "mean", False
+        self._reduction, self._warned = reduction, False
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        values, value = self._observed(y_true, y_pred, sample_weight)
+        # A number, or values that we cannot observe: the loss has reduced them itself.
+        opaque = values is None or tuple(values.shape) == ()
+        masked = not opaque and (_mask(y_pred) is not None or _mask(values) is not None)
+        by_weight = self.loss.reduction == "mean_with_sample_weight"
+        if self.probing:
+            self.kind = self._kind(masked, y_true, y_pred, None if by_weight else sample_weight)
+        summed = self.kind == "sum" if opaque else self.loss.reduction == "sum"
+        weights = sample_weight if by_weight else None
+        if not summed and (opaque or weights is None and not masked):
+            return value
+        weight = None if summed else _Ones(values)(y_true, y_pred, weights)
+        if self._reduction.count is not None:
+            return self._reduction.whole(value, weight)
+        if self._reduction.window.samples is None:  # outside of a step
+            return value
+        if not summed:
+            self._warn()
+        return self._reduction.window.loss(value, weight)
+
+    def _kind(self, masked: bool, *batch: Any) -> str:
+        if not masked:
+            return kind_over_samples(self.loss, *batch)
+        # A mean over unmasked positions. Their number differs, so check that the sum adds up over samples.
+        reduction, self.loss.reduction = self.loss.reduction, "sum"
+        try:
+            kind = kind_over_samples(self.loss, *batch)
+        finally:
+            self.loss.reduction = reduction
+        return {"sum": "mean", "unknown": "unknown"}.get(kind, "neither")
+
+    def _warn(self) -> None:
+        """Warn if ranks score batches that are not parts of global ones."""
+        if not self._reduction.window.whole and not self._warned and world().rank == 0:
+            what = "is a mean over unmasked or weighted positions of each rank's batches"
+            warnings.warn(f"evaluation: the loss {self.loss.name} {what}: one process has other batches", stacklevel=2)
+        self._warned = True
+
+    def _observed(self, *batch: Any) -> tuple[Any, Any]:
+        """Return (the loss' unreduced values, None if it reduces by itself; its result)."""
+        unreduced: list[Any] = []
+        call = self.loss.call
+
+        def observed(*args: Any) -> Any:
+            unreduced.append(call(*args))
+            return unreduced[-1]
+
+        # Set on the instance, so that deleting it restores the class' ``call``.
+        self.loss.call = observed
+        try:
+            value = self.loss(*batch)
+        finally:
+            del self.loss.call
+        return (unreduced[0] if len(unreduced) == 1 else None), value
+
+
+def share_losses(model: Any, reduction: Reduction, patches: Patches) -> None:
+    """Replace the model's losses by ``DistributedLoss``."""
+    owner = model._compile_loss
+    if owner is None:
+        return
+
+    def put() -> None:
+        owner._flat_losses = [
+            entry._replace(loss=DistributedLoss(entry.loss, reduction)) for entry in owner._flat_losses
+        ]
+
+    def take_back() -> None:
+        if owner.built:
+            owner._flat_losses = [entry._replace(loss=entry.loss.loss) for entry in owner._flat_losses]
+
+    build = owner.build
+
+    def built(*args: Any) -> None:
+        build(*args)
+        put()
+
+    patches.put(owner, "build", built)  # Keras calls it with the first batch
+    patches.on_undo(take_back)
+    if owner.built:
+        put()
+
+
+def check(model: Any) -> None:
+    """Raise ConfigError for a loss that cannot be computed rank by rank."""
+    for loss in keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None)):
+        if isinstance(loss, keras.losses.Loss) and loss.reduction in (None, "none") and not _has_user_step(model):
+            what = f"the loss {loss.name} has reduction=None, so that it is a vector"
+            raise ConfigError(what, where="hk.distribute", fix='give it reduction="sum_over_batch_size" or "sum"')
+
+
+def uncut(model: Any) -> bool:
+    """Return whether an evaluation's loss depends on batch boundaries: a sum, a weighted or a masked mean."""
+    owner = model._compile_loss
+    built = owner is not None and owner.built
+    losses = [entry.loss for entry in owner._flat_losses] if built else []
+    # Keras builds them in the first batch; before, use the arguments of ``compile``.
+    all_losses = [x.loss for x in losses] or keras.tree.flatten(getattr(owner, "_user_loss", None))
+    reductions = {getattr(x, "reduction", None) for x in all_losses}
+    return (
+        bool(reductions & {"sum", "mean_with_sample_weight"})
+        or any(x.kind == "sum" for x in losses)
+        or any(getattr(x, "ignore_class", None) is not None for x in all_losses)
+        or any(map(_masks, model._flatten_layers()))
+    )
+
+
+def _masks(layer: Any) -> bool:
+    """Return whether the layer may make a mask: all but the layers of Keras that only pass one on."""
+    user_mask = not type(layer).compute_mask.__module__.startswith("keras.")
+    return user_mask or getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking)
+
+
+def needs_probe(model: Any) -> bool:
+    """Return whether some losses may not be means over samples: the user's, and some of Keras."""
+    user_losses = keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None))
+    user_losses = [keras.losses.get(x) if isinstance(x, str) else x for x in user_losses]
+    kinds = [
+        getattr(x, "fn", type(x) if isinstance(x, keras.losses.Loss) or not callable(x) else x) for x in user_losses
+    ]
+    strange = [k for k in kinds if not str(getattr(k, "__module__", "")).startswith(("keras.", "builtins"))]
+    return bool(strange) or any(kind in TOGETHER for kind in kinds)
+
+
+def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any, Any]:
+    """Find out on samples of ``batch`` whether losses are means or sums over samples; on all ranks together.
+
+    Rank 0 warns of a loss that is neither. Returns these samples' labels, predictions and weights.
+    """
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(
+        keras.tree.map_structure(lambda a: None if a is None else keras.ops.convert_to_tensor(a[:SAMPLES]), batch)
+    )
+    owner = model._compile_loss
+    predicted = model(x, training=False) if model._call_has_training_arg else model(x)
+    if owner is None:
+        return y, predicted, weight
+    owner(y, predicted, weight)  # builds it, if it was not built before
+    losses = [entry.loss for entry in owner._flat_losses]
+    for loss in losses:
+        loss.probing = True
+    try:
+        owner(y, predicted, weight)
+    finally:
+        for loss in losses:
+            loss.probing = False
+    messages = communicator.allgather_bytes(json.dumps([s.kind for s in losses]).encode())
+    everyone = [json.loads(part) for part in messages]
+    for loss, kinds in zip(losses, zip(*everyone, strict=True), strict=True):
+        # Ranks used different samples: take the most certain answer; mean on one and sum on another is neither.
+        loss.kind = max(kinds, key=KINDS.index)
+        if {"mean", "sum"} <= set(kinds):
+            loss.kind = "neither"
+        if loss.kind == "neither" and communicator.rank == 0:
+            what = f"the loss {loss.loss.name} is neither a mean nor a sum over samples: ranks compute it for their own"
+            fix = "return one value per sample to get their mean"
+            warnings.warn(f"{what}, so it is not the loss of the global batch ({fix})", stacklevel=2)
+    return y, predicted, weight
+
+
+def kind_over_samples(loss: Any, *batch: Any) -> str:
+    """Classify ``loss``, a function of a batch, by its values on a whole batch and on two parts of it."""
+    count = int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
+    if count < 2:
+        return "unknown"
+    at = count // 2 + (count > 2)  # parts of unequal lengths
+
+    def rows_of(a: Any, rows: slice) -> Any:
+        if a is None:
+            return None
+        part_rows = a[rows]
+        if _mask(a) is not None:
+            part_rows._keras_mask = _mask(a)[rows]
+        return part_rows
+
+    def part(rows: slice) -> float:
+        return float(keras.ops.sum(loss(*keras.tree.map_structure(lambda a: rows_of(a, rows), batch))))
+
+    whole = loss(*batch)
+    try:
+        first, last, both = part(slice(0, at)), part(slice(at, None)), float(keras.ops.sum(whole))
+    except Exception:  # it may need pairs of samples or a fixed batch size
+        return "neither"
+    # On PyTorch Keras 3.15 computes some losses in 32 bits, whatever dtype they return.
+    bound = (1e-2 if "16" in keras.backend.standardize_dtype(whole.dtype) else 1e-5) * (abs(first) + abs(last))
+    if not math.isfinite(both) or both == first == last == 0:
+        return "unknown"  # if only a part is NaN, such as a mean over no samples, it is neither
+    if abs(both - (at * first + (count - at) * last) / count) <= bound:
+        return "mean"
+    return "sum" if abs(both - first - last) <= bound else "neither"
+
+
+def _mask(x: Any) -> Any:
+    return getattr(x, "_keras_mask", None)
+
+
+def _has_user_step(model: Any) -> bool:
+    return not str(getattr(type(model).train_step, "__module__", "")).startswith("keras.")

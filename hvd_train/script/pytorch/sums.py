@@ -1,0 +1,78 @@
+"""``ht.sum``: conversion of a script's values to arrays, their sums over ranks, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_train.core.reductions import WIDE, sums
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.pytorch.eager import eager
+from hvd_train.script.pytorch import backward, registry, uneven_parts
+from hvd_train.script.shared import weight_check
+from hvd_train.script.shared.dataloader import passes
+
+
+def has_several(value: Any) -> bool:
+    """Return whether ``value`` is a tensor or an array of other than one entry."""
+    return isinstance(value, (torch.Tensor, np.ndarray)) and tuple(value.shape) != (1,) * value.ndim
+
+
+def is_whole(value: Any) -> bool:
+    """Return whether a number, also in a tensor or an array, is an integer or a boolean."""
+    if isinstance(value, torch.Tensor):
+        return not (value.is_floating_point() or value.is_complex())
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.kind in "biu"
+    return isinstance(value, int)
+
+
+def as_array(value: Any) -> np.ndarray:
+    """Convert a value of the script to an array. Raises ConfigError for other than numbers, tensors and arrays."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if has_several(value):
+            value = (value if value.layout == torch.strided else value.to_dense()).cpu()
+            value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    try:
+        if has_several(value) and value.dtype.kind in WIDE:
+            return value
+        # NumPy does not convert an array with an axis to a number, even with one entry.
+        number = value.item() if isinstance(value, np.ndarray) else value
+        whole = is_whole(value) and abs(int(number)) < 2**63
+        return np.array(int(number) if whole else float(number))
+    except (TypeError, ValueError) as error:
+        fix = "give numbers, tensors or arrays of numbers"
+        raise ConfigError(f"it cannot add up a {type(value).__name__}", where="ht.sum", fix=fix) from error
+
+
+def like_input(value: Any, total: np.ndarray) -> Any:
+    """Convert the sum to the kind of ``value``: a number, a tensor or an array."""
+    if not has_several(value):
+        return total.item()  # an int if the numbers are whole on all ranks
+    narrow = value.dtype in (torch.float32, np.float32, torch.complex64, np.complex64)
+    half = value.dtype in (torch.float16, torch.bfloat16, np.float16)
+    if narrow or half:
+        total = total.astype(np.complex64 if total.dtype.kind == "c" else np.float32)
+    return torch.from_numpy(total).to(value.device) if isinstance(value, torch.Tensor) else total
+
+
+@eager
+def add_up(values: Sequence[Any]) -> Any:
+    """Sum ``values`` over the ranks (see ``ht.sum``); all ranks call it."""
+    arrays = [as_array(value) for value in values]
+    # A failed pass must be exchanged first, or its transfers would be mixed up with this sum.
+    if backward.current_pass() < 0:
+        backward.after_failure()
+    communicator = registry.communicator()
+    if communicator.size > 1:
+        # Other ranks may still process parts of a batch, and wait for this rank's gradients.
+        registry.part_sync().arrive(uneven_parts.SUM)
+        passes.summed()
+        weight_check.summed("ht.sum", communicator)
+    registry.unshared_sums().shared()
+    totals = [like_input(value, x) for value, x in zip(values, sums(arrays, communicator, "ht.sum"), strict=True)]
+    return totals[0] if len(values) == 1 else totals

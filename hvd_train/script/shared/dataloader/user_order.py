@@ -1,0 +1,104 @@
+"""A rank's share of a loader with the user's sampler or batch sampler.
+
+Every rank draws the same whole order and takes its part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils import data
+
+from hvd_train.data.order import mix
+from hvd_train.errors import DataError
+from hvd_train.script.shared.dataloader import rng
+from hvd_train.script.shared.dataloader.last_batch import EvenBatches, counts_of, places_of
+from hvd_train.script.shared.dataloader.shares import WHERE, Passes, Plan, Share
+
+
+class UserOrder(Share):
+    """A share in the order of the user's ``sampler``, which may shuffle, skip or repeat samples.
+
+    Its random numbers, from its own generators or those of torch, NumPy and ``random``, depend on (seed, epoch).
+    """
+
+    def __init__(self, sampler: Iterable, batch_size: int, *, drop_last: bool, seed: int, rank: int, size: int) -> None:
+        Passes.__init__(self, seed, rank, size)
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._sampler, self._held = sampler, rng.SamplerGenerators(sampler)
+        self._last: tuple[int, list, Plan] | None = None
+
+    def planned(self, epoch: int) -> Plan:
+        """Draw the order, once per epoch unless the script changes its sampler."""
+        if self._last is None or self._last[0] != epoch or not _same(self._last[1], _attributes(self._sampler)):
+            key = mix(self.seed, epoch)
+            # The sampler may use the process' generators, which differ between ranks.
+            with rng.CommonDraws(key).drawing():
+                self._held.seed(key)
+                plan = self.plan_of(list(self._sampler))
+            self._last = epoch, _attributes(self._sampler), plan
+        return self._last[2]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next pass, also in the user's samplers that have ``set_epoch``."""
+        super().set_epoch(epoch)
+        for sampler in _within(self._sampler):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    def plan_of(self, order: list) -> Plan:
+        even = EvenBatches(len(order), self._batch_size, self._drop_last, self.rank, self.size, WHERE)
+
+        def batch(k: int) -> list:
+            return [order[i] for i in even.places(k)]
+
+        return Plan(len(even), batch, even.counts, _digest(order))
+
+
+class UserBatches(UserOrder):
+    """A share of a user's batch sampler: a step takes one batch for each rank, weighted by its samples.
+    A rest of fewer batches is divided by samples, or dropped if the batch sampler has ``drop_last``.
+    """
+
+    def __init__(self, sampler: Iterable, *, seed: int, rank: int, size: int) -> None:
+        super().__init__(
+            sampler, 0, drop_last=bool(getattr(sampler, "drop_last", False)), seed=seed, rank=rank, size=size
+        )
+
+    def plan_of(self, order: list) -> Plan:
+        n, size = len(order), self.size
+        steps = [order[at : at + size] for at in range(0, n - n % size, size)]
+        batches, counts = [list(step[self.rank]) for step in steps], [tuple(map(len, step)) for step in steps]
+        rest: list[Any] = [i for batch in order[n - n % size :] for i in batch]
+        if len(rest) >= size and not self._drop_last:
+            batches.append([rest[i] for i in places_of(len(rest), len(rest), self.rank, size)])
+            counts.append(counts_of(len(rest), len(rest), size))
+        elif rest and batches and not self._drop_last:
+            batches[-1] = batches[-1] + rest[self.rank : self.rank + 1]
+            counts[-1] = tuple(n + (rank < len(rest)) for rank, n in enumerate(counts[-1]))
+        if not batches:
+            what = f"{n} batches of {len(rest)} samples are too few for {size} ranks"
+            raise DataError(what, where=WHERE, fix="start fewer ranks", common=True)
+        return Plan(len(batches), batches.__getitem__, counts.__getitem__, _digest(order))
+
+
+def _within(sampler: Any) -> list[Any]:
+    """Return a sampler and its nested samplers."""
+    inner = [x for x in getattr(sampler, "__dict__", {}).values() if isinstance(x, data.Sampler)]
+    return [sampler, *(each for x in inner for each in _within(x))]
+
+
+def _attributes(sampler: Any) -> list[Any]:
+    return [x for each in _within(sampler) for x in getattr(each, "__dict__", {}).values()]
+
+
+def _same(ones: list[Any], others: list[Any]) -> bool:
+    plain = (int, float, str, bytes)
+    pairs = zip(ones, others, strict=False)
+    return len(ones) == len(others) and all(x is y or (isinstance(x, plain) and x == y) for x, y in pairs)
+
+
+def _digest(order: list) -> str:
+    return hashlib.sha256(repr(order).encode()).hexdigest()[:12]

@@ -1,0 +1,105 @@
+"""Loops of the user's own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import time
+import warnings
+
+import keras
+import numpy as np
+
+import hvd_train.keras as hk
+from hvd_train.cli import guide
+from hvd_train.core import control_sync
+from hvd_train.script.keras import backends
+from hvd_train.script.keras import loop as own_loop
+from tests.script.keras.cases.models import BATCH, COUNT, Adam, compiled, cross_entropy, digits, fit, network, trained
+from tests.script.keras.cases.networks import descent
+
+
+def loop(kind="eager"):
+    """A loop of the user's own: two epochs, uneven at the end; the loss of even steps."""
+
+    def case():
+        x, y = digits()
+        model, optimizer, loss_of, losses = network(), Adam(0.01), cross_entropy(), []
+        hk.distribute(model, optimizer)
+
+        def step(x, y):
+            values = descent(optimizer, model.trainable_weights, lambda: [loss_of(y, model(x)) + sum(model.losses)])
+            return hk.reduce({"loss": values[0], "samples": keras.ops.shape(x)[0]})
+
+        if kind != "eager":
+            import tensorflow as tf
+
+            step = tf.function(step)
+        if kind == "dataset":
+            batches = hk.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
+        else:
+            batches = hk.shard(x, y, batch_size=BATCH)
+            next(iter(batches)) if hk.rank() == 0 else None
+        for _ in range(2):
+            for part in batches:
+                values = step(*part)
+                losses.append(float(values["loss"])) if len(part[0]) == BATCH else None
+        total = float(hk.reduce(len(losses), op="sum")) / hk.size()
+        return trained(model, losses=losses, steps=len(batches) if kind != "dataset" else 0, total=total)
+
+    return case
+
+
+def sums():
+    """The recipe of the page for losses that are no plain means. Half of the targets are unknown."""
+    import tensorflow as tf
+
+    blocks = re.findall(r"^```python\n(.*?)^```$", guide.page("keras-script"), re.MULTILINE | re.DOTALL)
+    code = next(block for block in blocks if 'op="sum"' in block).replace("batch_size=4", f"batch_size={BATCH}")
+    x, labels = digits(COUNT + 3)  # the last batch has 23 samples: 12 and 11, or 8, 8 and 7
+    y = np.where(np.random.default_rng(0).random((len(x), 10)) < 0.5, -1.0, np.eye(10)[labels])
+    names = {"keras": keras, "tf": tf, "model": network(), "x": x, "y": y}
+    exec(code, names)
+    return trained(names["model"], norm=float(names["norm"]))
+
+
+def main_rank():
+    """What rank 0 alone prints and shows, and what it says of a validation that each rank adds up for itself."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        hk.print(hk.size(), "ranks", flush=True)
+    own_loop._unshared.cache_clear()  # cases before may have reduced in a graph
+    batches = hk.shard(np.arange(20.0 * hk.size()), batch_size=2)
+    bar = hk.tqdm(batches, file=(shown := io.StringIO()))
+    assert len(list(bar)) == 10 and hk.is_main() == (hk.rank() == 0)
+    counts = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        hk.reduce(1.0)
+        for _ in range(3):
+            counts.append(len([w for w in warned if "made no step" in str(w.message)]))
+            list(batches)
+    # Whole numbers in, whole numbers out, exact beyond 2^53; a tensor keeps its type.
+    whole = hk.reduce([2**53 + 1, keras.ops.convert_to_tensor(np.int32(3))], op="sum")
+    assert [int(x) for x in whole] == [(2**53 + 1) * hk.size(), 3 * hk.size()]
+    assert [keras.backend.standardize_dtype(x.dtype) for x in whole] == ["int64", "int32"]
+    return {"own/printed": printed.getvalue(), "own/shown": "10/10" in shown.getvalue(), "own/told": counts}
+
+
+def slow():
+    """What rank 0 tells where rank 1 takes 20 ms longer than the others, from step 20 on."""
+    steps = 0
+
+    def wait(batch, logs=None):
+        nonlocal steps
+        steps += 1
+        time.sleep(0.02 if hk.rank() == 1 and steps >= 20 else 0)
+
+    backends.slow_rank_report.cache_clear()
+    usual, control_sync.MOST_SECONDS = control_sync.MOST_SECONDS, 0.04
+    model = hk.distribute(compiled())
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=wait)
+    with contextlib.redirect_stderr(printed := io.StringIO()):
+        fit(model, *digits(), epochs=1, batch_size=5, callbacks=[callback])
+    control_sync.MOST_SECONDS = usual
+    return {"own/told": np.array(printed.getvalue())}

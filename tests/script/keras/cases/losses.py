@@ -1,0 +1,156 @@
+"""Losses that are no plain mean over samples."""
+
+from __future__ import annotations
+
+import warnings
+
+import keras
+import numpy as np
+
+import hvd_train.keras as hk
+from tests.script.keras.cases.models import BATCH, COUNT, GLOBAL, SGD, cross_entropy, digits, fit, network, trained
+
+
+def summed():
+    """A summed loss of 2 outputs, one of which counts more, beside a mean."""
+    x, y = digits()
+    inputs = keras.Input((64,))
+    hidden = keras.layers.Dense(16, "tanh", kernel_regularizer=keras.regularizers.L2(1e-2))(inputs)
+    model = keras.Model(inputs, [keras.layers.Dense(10, name="a")(hidden), keras.layers.Dense(1, name="b")(hidden)])
+    losses = [cross_entropy(reduction="sum"), keras.losses.MeanSquaredError()]
+    model.compile(SGD(0.001), loss=losses, loss_weights=[0.5, 2.0])
+    targets = [y, x[:, :1]] if hk.size() == 1 else (y, x[:, :1])
+    history = fit(hk.distribute(model), x, targets, validation_data=(x[:96], [t[:96] for t in targets]))
+    return trained(model, {key: history[key] for key in ("loss", "val_loss")})
+
+
+def sequences():
+    """(COUNT, 7) whole numbers from 0, which is masked, to 9: samples differ in how many of them count."""
+    x = np.round(digits()[0][:, 20:27] * 9).astype("int64")
+    return x, (x + np.arange(7)) % 5
+
+
+def reader(kind=keras.Model):
+    inputs = keras.Input((7,), dtype="int64")
+    embedded = keras.layers.Embedding(10, 4, mask_zero=True)(inputs)
+    regularized = keras.layers.Dense(5, kernel_regularizer=keras.regularizers.L2(1e-2))
+    return kind(inputs, regularized(keras.layers.LSTM(4, return_sequences=True)(embedded)))
+
+
+def reading(loss, kind=keras.Model, weights=False, **options):
+    """``loss`` over masked places; ``weights``: of samples, which differ much from rank to rank."""
+
+    def case():
+        model = reader(kind)
+        model.compile(SGD(0.1), loss=loss(), **options)
+        weight = np.linspace(0.01, 3, COUNT)[:, None] ** 2 if weights else None
+        return trained(model, fit(hk.distribute(model), *sequences(), sample_weight=weight))
+
+    return case
+
+
+def weighted(reduction):
+    def case():
+        model = network()
+        model.compile(SGD(0.05), cross_entropy(reduction=reduction))
+        return trained(model, fit(hk.distribute(model), *digits(), sample_weight=np.linspace(0.01, 3, COUNT) ** 2))
+
+    return case
+
+
+def own_mean(y, predicted):
+    return keras.ops.mean(cross_entropy(reduction=None)(y, predicted))
+
+
+def own_sum(y, predicted):
+    return keras.ops.sum(cross_entropy(reduction=None)(y, predicted)) / 10
+
+
+def own_root(y, predicted):
+    return keras.ops.sqrt(own_mean(y, predicted))
+
+
+def own_pairs(y, predicted):
+    return keras.ops.logsumexp(predicted @ keras.ops.transpose(predicted), -1) / 100
+
+
+def own_known(y, predicted):
+    """The mean over labels other than 9, which a few samples may not show."""
+    known = keras.ops.cast(keras.ops.reshape(y, (-1,)) < 9, "float64")
+    return keras.ops.sum(known * cross_entropy(reduction=None)(y, predicted)) / keras.ops.maximum(
+        keras.ops.sum(known), 1
+    )
+
+
+def own_ones(y, predicted):
+    """The mean over labels of 1, of which a part of a batch may have none: not a number."""
+    one = keras.ops.cast(keras.ops.reshape(y, (-1,)) == 1, "float64")
+    return keras.ops.sum(one * cross_entropy(reduction=None)(y, predicted)) / keras.ops.sum(one)
+
+
+def recall_of_classes(y, predicted):
+    """(classes,), each with its own count of samples."""
+    labels = keras.ops.one_hot(keras.ops.cast(keras.ops.reshape(y, (-1,)), "int32"), 10)
+    hits = keras.ops.sum(labels * keras.ops.one_hot(keras.ops.argmax(predicted, -1), 10), 0)
+    return hits / keras.ops.maximum(keras.ops.sum(labels, 0), 1)
+
+
+def own_losses():
+    """Functions that give one number for a batch: a mean, a sum, and what is neither, which is told, as are losses that
+    compare the samples of a batch."""
+    results = {}
+    for loss in (own_mean, own_sum, own_root, own_pairs, own_known, own_ones, keras.losses.Circle(name="circle")):
+        keras.utils.set_random_seed(3)
+        model = network()
+        model.compile(SGD(0.02), loss)
+        hk.distribute(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            history = fit(model, *digits(), epochs=1)
+        messages = [str(w.message) for w in caught if "over samples" in str(w.message)]
+        results[f"own/{getattr(loss, '__name__', 'circle')}"] = np.array(messages)
+        if loss in (own_mean, own_sum):
+            results |= {f"{loss.__name__}/{k}": v for k, v in trained(model, history).items()}
+    results["own/correlation"] = np.array(told_correlation())
+    results["own/metrics"] = np.array(told_metrics())
+    return results | {f"batches/{k}": v for k, v in own_batches().items()}
+
+
+def told_correlation():
+    """The warnings of a metric of Keras over the samples of a batch."""
+    model = network()
+    model.compile(SGD(0.02), "mse", metrics=["accuracy", keras.metrics.PearsonCorrelation(axis=0)])
+    hk.distribute(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        x, y = digits()
+        fit(model, x, keras.utils.to_categorical(y, 10), epochs=1)
+    return [str(w.message) for w in caught if "axis=0" in str(w.message)]
+
+
+def told_metrics():
+    """The warnings of functions as metrics that give several numbers: one a class, or one a sample."""
+
+    def error(y, predicted):
+        return cross_entropy(reduction=None)(y, predicted)
+
+    model = network()
+    model.compile(SGD(0.02), cross_entropy(), metrics=[recall_of_classes, error])
+    hk.distribute(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, *digits(), epochs=1)
+    return [str(w.message) for w in caught if "the metric" in str(w.message)]
+
+
+def own_batches():
+    """The sum in ``train_on_batch``, and scored after it, with ``test_on_batch`` as the first to see it."""
+    x, y = digits()
+    keras.utils.set_random_seed(3)
+    model = network()
+    model.compile(SGD(0.02), own_sum)
+    hk.distribute(model)
+    model.test_on_batch(x[:9], y[:9])
+    for start in range(hk.rank() * BATCH, 3 * GLOBAL, GLOBAL):
+        model.train_on_batch(x[start : start + BATCH], y[start : start + BATCH])
+    return trained(model, score=model.evaluate(x, y, batch_size=BATCH, verbose=0))

@@ -1,0 +1,163 @@
+"""Trainings on uneven batches, on the order of a sampler or a stream, and in parts of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import hvd_train.torch as ht
+from hvd_train.cli import guide
+from tests.script.pytorch.cases.models import GLOBAL_BATCH, WIDE, cnn, digits, fit, loader, mlp, sgd
+
+PAGE_BLOCKS = re.findall(r"^```python\n(.*?)^```$", guide.page("pytorch-script"), re.MULTILINE | re.DOTALL)
+PART = 9  # samples of a part: of 28 and 27, or 19, 18 and 18, ranks make unequal numbers
+
+
+def uneven():
+    """The last of 4 global batches has 55 samples: 28 and 27 for two ranks, 19, 18 and 18 for three."""
+    model = mlp()
+    model, optimizer = ht.distribute(model, sgd(model))
+    batches = loader(count=235)
+    checks = ht.shard(DataLoader(digits(101), batch_size=7))
+    for _ in range(3):
+        for inputs, labels in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            with torch.no_grad():
+                ht.sum(*[F.cross_entropy(model(x), y, reduction="sum") for x, y in checks])
+    return model
+
+
+def sampled_by(make):
+    """Three epochs of 235 samples, uneven at the end, in an order that the script has a sampler for."""
+
+    def case():
+        model = mlp()
+        model, optimizer = ht.distribute(model, sgd(model))
+        batches = ht.shard(make(GLOBAL_BATCH // ht.size()))
+        for _ in range(3):
+            if ht.rank() == 0:
+                next(iter(batches))
+            fit(model, optimizer, batches=batches)
+        return model
+
+    return case
+
+
+def weighted(batch_size):
+    weights = torch.linspace(0.1, 3, 500)
+    return DataLoader(digits(500), batch_size, sampler=torch.utils.data.WeightedRandomSampler(weights, 235))
+
+
+class Halves(torch.utils.data.Sampler):
+    """Of the user's own: each epoch another part of the samples, drawn from generators of its own."""
+
+    def __init__(self):
+        self.first, self.second = np.random.default_rng(3), random.Random(4)
+
+    def __iter__(self):
+        start = self.second.randrange(200)
+        yield from (self.first.permutation(235) + start).tolist()
+
+
+def batched(batch_size):
+    sampler = torch.utils.data.BatchSampler(Halves(), batch_size, drop_last=False)
+    return DataLoader(digits(500), batch_sampler=sampler)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Reads its part of the samples, as workers do, through a buffer that shuffles."""
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        samples, buffer = digits(1200 // step + 200)[:], []
+        for i in range(first, 235 * step, step):
+            buffer.append((samples[0][i], samples[1][i]))
+            if len(buffer) > 20:
+                yield buffer.pop(random.randrange(20))
+        yield from buffer
+
+
+def streamed(workers):
+    return lambda batch_size: DataLoader(Stream(), batch_size, num_workers=workers)
+
+
+def tokens(sampler=None):
+    """The recipe of the guide for means over tokens, half of which have no label, as the page has it."""
+
+    def case():
+        before, code, after = next(block for block in PAGE_BLOCKS if "average=False)" in block).partition("net, sgd")
+        draws = torch.Generator().manual_seed(5)
+        images, labels = digits(235)[:]
+        labels = torch.where(torch.rand(235, generator=draws) < 0.5, -100, labels)
+        data = torch.utils.data.TensorDataset(images, labels)
+        net, batch = mlp(), GLOBAL_BATCH // ht.size()
+        loader = DataLoader(data, batch_sampler=sampler()) if sampler else DataLoader(data, batch, shuffle=True)
+        assert "torch.nn.Linear" in before
+        names = {"ht": ht, "torch": torch, "batches": loader, "net": net, "sgd": sgd(net)}
+        exec(code + after, names)
+        return net
+
+    return case
+
+
+def two_loaders():
+    """With rests that ranks share in other ways: 5 and 10 samples. The losses are means over all ranks' samples."""
+    model = mlp()
+    model, optimizer = ht.distribute(model, sgd(model), average=False)
+    for batches in zip(loader(125), loader(130), strict=True):
+        optimizer.zero_grad()
+        counts = ht.sum(*[len(y) for _, y in batches])
+        losses = [F.cross_entropy(model(x), y, reduction="sum") for x, y in batches]
+        sum(loss / count for loss, count in zip(losses, counts, strict=True)).backward()
+        optimizer.step()
+    return model
+
+
+class Lengths(torch.utils.data.Sampler):
+    """Batches of unequal lengths, in the same steps on 1, 2 and 3 ranks: six batches of one rank are a step."""
+
+    def __iter__(self):
+        order, at, split = np.random.default_rng(2).permutation(235).tolist(), 0, 6 // ht.size()
+        for step in range(6):
+            lengths = [1 + (step + 2 * k) % 7 for k in range(6)]
+            for k in range(0, 6, split):
+                whole = sum(lengths[k : k + split])
+                yield order[at : at + whole]
+                at += whole
+
+
+def in_parts(make=None, *, once=False, clip=0.0, models=1, **options):
+    """Parts of each batch, as in Horovod's ImageNet example, each counted by its samples. ``once``: they travel
+    together; ``models``: each with its own optimizer."""
+
+    def case():
+        nets = [mlp(hidden=WIDE), cnn()][:models]
+        optimizers = [ht.distribute(net, sgd(net), **options)[1] for net in nets]
+        batches = ht.shard(make(GLOBAL_BATCH // ht.size())) if make else loader(235)
+        for _ in range(2):
+            for inputs, labels in batches:
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                for at in range(0, len(labels), PART):
+                    x, y = inputs[at : at + PART], labels[at : at + PART]
+                    quiet = once and at + PART < len(labels)
+                    with ht.no_sync(nets[0]) if quiet else contextlib.nullcontext():
+                        outputs = sum(net(x) for net in nets)
+                        (F.cross_entropy(outputs, y, reduction="sum") / len(labels)).backward()
+                if clip:
+                    nn.utils.clip_grad_norm_(nets[0].parameters(), clip)
+                for optimizer in optimizers:
+                    optimizer.step()
+        return nn.ModuleList(nets)
+
+    return case

@@ -65,7 +65,7 @@ def late_buffers():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(model, optimizer)
-    return [str(x.message) for x in caught if "buffers that came" in str(x.message)]
+    return [str(x.message) for x in caught if "buffers that were registered" in str(x.message)]
 
 
 def slow():

@@ -173,19 +173,23 @@ def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
     file = path / MANIFEST
     try:
         if path.is_symlink() or file.is_symlink():
-            raise CheckpointError("is a symbolic link", where=str(path))
+            raise CheckpointError(
+                "the checkpoint is a symbolic link", where=str(path), fix="copy the files that it points to"
+            )
         if file.stat().st_size > MAX_BYTES:
-            raise CheckpointError(f"has {file.stat().st_size:,} bytes, which no manifest has", where=str(file))
+            raise _damaged(file, f"it has {file.stat().st_size:,} bytes")
         content = files.content(file, MAX_BYTES)
         raw = json.loads(content, object_pairs_hook=_unique)
         if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
             number = json.dumps(raw["format"])[:20]
-            raise CheckpointError(f"has format {number}; this version reads format {FORMAT}", where=str(path))
+            raise CheckpointError(
+                f"the checkpoint has format {number}, and this version reads format {FORMAT}", where=str(path)
+            )
         manifest = Manifest.model_validate_json(content)
     except FileNotFoundError as error:
         raise CheckpointError("there is no checkpoint", where=str(file)) from error
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(file)) from error
+        raise CheckpointError(f"the manifest cannot be read: {error.strerror}", where=str(file)) from error
     except ValidationError as error:
         raise _damaged(file, *_first(error)) from error
     except _TwiceError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd_train.protocol import Communicator, Tree
+from hvd_train.protocol import Communicator, Tree, broadcast_json
 
 PIECE_BYTES = 32 << 20
 KINDS = {"bool": "BOOL", "bfloat16": "BF16"}  # others: I64, U8, F32, ...
@@ -106,7 +106,7 @@ def broadcast(communicator: Communicator, tree: Mapping[str, np.ndarray]) -> Ite
             room = PIECE_BYTES
         pieces[-1].append(key)
         room -= array.nbytes
-    count = json.loads(communicator.broadcast_bytes(json.dumps(len(pieces)).encode()))
+    count = broadcast_json(communicator, len(pieces))
     for k in range(count):
         piece = pack({key: tree[key] for key in pieces[k]}) if communicator.rank == 0 else b""
         yield unpack(communicator.broadcast_bytes(piece))

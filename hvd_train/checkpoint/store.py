@@ -199,9 +199,9 @@ def load(path: Path, model_only: bool = False) -> Snapshot:
         file = path / name
         try:
             if file.is_symlink():
-                raise CheckpointError("is a symbolic link", where=str(file))
+                raise CheckpointError("the file is a symbolic link", where=str(file))
             if file.stat().st_size != entry.bytes:
-                raise CheckpointError(f"has {file.stat().st_size:,} of {entry.bytes:,} bytes", where=str(file))
+                raise CheckpointError(f"the file has {file.stat().st_size:,} of {entry.bytes:,} bytes", where=str(file))
             needed = name == "weights.safetensors" or not model_only
             if needed:
                 content = files.content(file, entry.bytes)
@@ -211,16 +211,16 @@ def load(path: Path, model_only: bool = False) -> Snapshot:
                     digest = hashlib.file_digest(stream, "sha256").hexdigest()
             # Verify before parsing: no parser sees damaged data.
             if digest != entry.sha256:
-                raise CheckpointError("is damaged (its SHA-256 differs)", where=str(file))
+                raise CheckpointError("the file is damaged (its SHA-256 differs)", where=str(file))
             if needed:
                 trees[name] = unpack(content)
             else:
                 with safe_open(file, "numpy"):  # reads the header: a foreign file's hash may be valid
                     pass
         except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", where=str(file)) from error
+            raise CheckpointError(f"the file cannot be read: {error.strerror}", where=str(file)) from error
         except (SafetensorError, ValueError) as error:
-            raise CheckpointError(f"is no safetensors file: {error}", where=str(file)) from error
+            raise CheckpointError(f"this is not a safetensors file: {error}", where=str(file)) from error
     model, optimizer = (trees.get(f"{part}.safetensors", {}) for part in ("weights", "optimizer"))
     local = [trees.get(f"rank-{rank}.safetensors", {}) for rank in range(manifest.ranks)]
     return Snapshot(manifest.step, manifest.epoch, manifest.consumed, model, optimizer, local, meta, path)
@@ -231,7 +231,7 @@ def find(folder: Path) -> list[tuple[int, Path]]:
     try:
         paths = _once_more(lambda: sorted(folder.iterdir()) if folder.is_dir() else [])
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(folder)) from error
+        raise CheckpointError(f"the folder cannot be read: {error.strerror}", where=str(folder)) from error
     checkpoints: dict[int, Path] = {}
     for path in paths:  # prefer step-N to step-N.was-XXXX
         match = NAME.match(path.name)
@@ -302,7 +302,7 @@ def _config(meta: dict[str, Any], path: Path) -> Config:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join("".join(c for c in str(part) if c.isprintable())[:60] for part in first["loc"])
-        what = f"holds a configuration that this version cannot read ({key}: {first['msg'][:200]})"
+        what = f"the checkpoint holds a configuration that this version cannot read ({key}: {first['msg'][:200]})"
         raise CheckpointError(what, where=str(path)) from error
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
+from hvd_train.cli import options
+
 
 @click.command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "-o", "--output", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Draw their curves too."
-)
+@click.option("-o", "--output", metavar="FILE.png", type=options.FILE, help="Draw their curves too.")
 @click.option(
     "--by", type=click.Choice(["epoch", "step"]), default="epoch", show_default=True, help="Axis of the curves."
 )

@@ -20,9 +20,7 @@ from hvd_train.cli import options
 )
 @click.option("--plot", type=click.Choice(["lr"]), help="Draw the learning rate of every step, as -np ranks train.")
 @click.option("-np", "--num-proc", type=click.IntRange(min=1), default=1, help="Number of ranks for --plot (1).")
-@click.option(
-    "-o", "--output", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Picture of --plot."
-)
+@click.option("-o", "--output", metavar="FILE.png", type=options.FILE, help="Picture of --plot.")
 def config(
     path: Path | None, sets: tuple[str, ...], explain: str | None, plot: str | None, num_proc: int, output: Path | None
 ) -> None:

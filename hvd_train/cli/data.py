@@ -44,7 +44,9 @@ def pack(path: Path | None, sets: tuple[str, ...], paths: tuple[str, ...]) -> No
 
     *source, target = paths
     if len(source) > 1:
-        raise ConfigError(f"{len(paths)} paths", where="data pack", fix="give the data's path and a folder to write")
+        raise ConfigError(
+            f"{len(paths)} paths are given", where="data pack", fix="give the data's path and a folder to write"
+        )
     if source:
         # Guess the kind of the data from the path, unless the user has named it.
         named = path is not None or any(one.startswith("data.name=") for one in sets)

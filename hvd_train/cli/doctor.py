@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,14 +13,15 @@ from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.launch.launchers import AUTO
 
+if TYPE_CHECKING:
+    from hvd_train.launch.hosts import Hosts
+
 
 @click.command()
 @options.hosts
 @options.any_launcher
 @options.verbose
-def doctor(
-    hosts: str | None, hostfile: Path | None, network_interfaces: str | None, launcher: str, verbose: bool
-) -> None:
+def doctor(hosts: Hosts | None, launcher: str, verbose: bool) -> None:
     """Print what is installed and what is missing, then time a 2-rank allreduce in each framework.
 
     Over several hosts: a row for each, the speed between them, and in what they differ (exit code 1).
@@ -31,23 +32,25 @@ def doctor(
     srun -N 2 hvd-train doctor
     """
     from hvd_train.launch.environment import world
-    from hvd_train.launch.hosts import Hosts, parse
+    from hvd_train.launch.hosts import Hosts
 
-    where, started = parse(hosts, hostfile, network_interfaces), world().launcher
-    if (where or launcher != AUTO) and started:
+    started = world().launcher
+    if (hosts or launcher != AUTO) and started:
         raise ConfigError("the ranks are started already", where=f"by {started}", fix="leave out --hosts, --launcher")
     if started:
-        from hvd_train.doctor import host_table as job
+        from hvd_train.doctor.host_table import hosts as compare_hosts
 
-        sys.exit(job.hosts())
-    if where:
+        sys.exit(compare_hosts())
+    if hosts:
         from hvd_train.launch.start import launch
 
         # One rank on each host is enough, because facts and links belong to the host.
-        one_each = Hosts(dict.fromkeys(where.slots, 1), where.interfaces)
+        one_each = Hosts(dict.fromkeys(hosts.slots, 1), hosts.interfaces)
         sys.exit(launch(len(one_each.slots), launcher, rank_words(), verbose, hosts=one_each))
     if launcher != AUTO:
-        raise ConfigError("of which hosts", where="--launcher", fix="give --hosts too, or leave it out: all are tried")
+        raise ConfigError(
+            "no hosts are named", where="--launcher", fix="give --hosts too, or leave it out: all are tried"
+        )
     from hvd_train.doctor import host
 
     sys.exit(host.doctor(verbose))

@@ -12,16 +12,11 @@ from hvd_train.cli.launching import run_here_or_on_ranks
 
 @click.command("eval")
 @options.inference
-@click.option(
-    "--confusion",
-    metavar="FILE.png",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Print the confusion matrix, and draw it.",
-)
+@click.option("--confusion", metavar="FILE.png", type=options.FILE, help="Print the confusion matrix, and draw it.")
 @click.option(
     "--mistakes",
     metavar="FILE.png",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=options.FILE,
     help="Print the misclassified images with the highest probability, and draw them.",
 )
 def evaluate(

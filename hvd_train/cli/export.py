@@ -25,7 +25,7 @@ from hvd_train.frameworks import FRAMEWORKS
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=options.FILE,
     help="The file (without: model.pt, .keras, .pt2, .onnx or .safetensors in the run folder).",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file.")

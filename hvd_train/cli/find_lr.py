@@ -22,9 +22,7 @@ from hvd_train.errors import ConfigError
     "--to", "last", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True, help="Last rate."
 )
 @click.option("--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps, one rate each.")
-@click.option(
-    "-o", "--output", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Draw the losses too."
-)
+@click.option("-o", "--output", metavar="FILE.png", type=options.FILE, help="Draw the losses too.")
 @options.verbose
 def find_lr(
     path: Path | None,

@@ -14,6 +14,7 @@ from hvd_train.cli.launching import note_refusal, open_rendezvous, rank_words
 
 if TYPE_CHECKING:
     from hvd_train.config import Config
+    from hvd_train.launch.hosts import Hosts
 
 starting = options.together(
     click.option(
@@ -85,9 +86,7 @@ def fit(
     max_restarts: int,
     min_np: int | None,
     spares: int,
-    hosts: str | None,
-    hostfile: Path | None,
-    network_interfaces: str | None,
+    hosts: Hosts | None,
     nnodes: int | None,
     nproc_per_node: int | None,
     dry_run: bool,
@@ -105,13 +104,12 @@ def fit(
     hvd-train fit -np 2 -c job.yaml --check         try all of it with one step, and write nothing
     """
     from hvd_train.config import load_config
-    from hvd_train.launch.hosts import parse
     from hvd_train.launch.signals import listen, stop_listening
     from hvd_train.launch.start_plan import Restarts, plan
 
     config = load_config(path, sets, run_dir=run_dir, seed=seed)
-    where, restarts = parse(hosts, hostfile, network_interfaces), Restarts(max_restarts, min_np, spares)
-    ranks = plan(num_proc, launcher, where, nnodes, nproc_per_node, restarts, dry_run)
+    restarts = Restarts(max_restarts, min_np, spares)
+    ranks = plan(num_proc, launcher, hosts, nnodes, nproc_per_node, restarts, dry_run)
     if dry_run:
         text = shlex.join(ranks.command(rank_words())) + "\n" if ranks else _as_one_rank(config)
         click.echo(text, nl=False)

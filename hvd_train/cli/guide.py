@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 import click
@@ -72,8 +71,10 @@ def search(words: str) -> list[tuple[str, int, str]]:
 
 
 def advice(name: str, names: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, names, 1)
-    return f"did you mean '{near[0]}'?" if near else f"there are {', '.join(names)}"
+    from hvd_train.config.names import nearest
+
+    near = nearest(name, names)
+    return f"did you mean '{near}'?" if near else f"there are {', '.join(names)}"
 
 
 def show(text: str) -> None:

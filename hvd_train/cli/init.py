@@ -58,4 +58,4 @@ def write(folder: Path, files: dict[str, str]) -> None:
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", where=str(folder)) from error
+        raise ConfigError(f"the files cannot be written: {error.strerror}", where=str(folder)) from error

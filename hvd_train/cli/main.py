@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from typing import Any
@@ -112,10 +113,17 @@ def _end_with(error: BaseException) -> None:
 
 
 def _as_setting(error: click.ClickException) -> str:
-    """Return a hint for an option that is a configuration key (``--max-epochs 3``); "" for others."""
-    if not isinstance(error, click.NoSuchOption) or not error.ctx:
+    """Return the message for a configuration file without ``-c``, or an option that is a key (``--max-epochs 3``).
+
+    "" for other errors.
+    """
+    if not isinstance(error, click.UsageError) or not error.ctx:
         return ""
     if not any(parameter.name == "sets" for parameter in error.ctx.command.params):
+        return ""
+    if file := re.fullmatch(r".*unexpected extra argument \((\S+\.ya?ml)\)", error.message):
+        return f"Unexpected argument '{file[1]}'. Give -c {file[1]}."
+    if not isinstance(error, click.NoSuchOption):
         return ""
     from hvd_train.config import explain
 

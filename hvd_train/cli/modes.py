@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from hvd_train.cli import options
 from hvd_train.cli.launching import open_rendezvous, rank_words
 from hvd_train.errors import ConfigError
 from hvd_train.run_folder.terminal import say
+
+if TYPE_CHECKING:
+    from hvd_train.launch.hosts import Hosts
 
 
 @click.command()
@@ -42,20 +46,14 @@ from hvd_train.run_folder.terminal import say
     help="Number of turns, each with new ranks; medians count, so other work disturbs all ways alike.",
 )
 @click.option(
-    "-o",
-    "--output",
-    metavar="FILE.png",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw the losses over samples and over seconds.",
+    "-o", "--output", metavar="FILE.png", type=options.FILE, help="Draw the losses over samples and over seconds."
 )
 def modes(
     path: Path | None,
     sets: tuple[str, ...],
     num_proc: int | None,
     launcher: str,
-    hosts: str | None,
-    hostfile: Path | None,
-    network_interfaces: str | None,
+    hosts: Hosts | None,
     names: str | None,
     steps: int,
     seconds: float,
@@ -75,7 +73,6 @@ def modes(
     """
     from hvd_train.config import load_config
     from hvd_train.launch.environment import world
-    from hvd_train.launch.hosts import parse
     from hvd_train.launch.start_plan import InAllocation, Restarts, plan
     from hvd_train.mode_comparison import results
     from hvd_train.mode_comparison import turns as measuring
@@ -84,17 +81,14 @@ def modes(
     if world().launcher:
         raise ConfigError("the ranks are started already", where=f"by {world().launcher}", fix="give -np instead")
     if num_proc is None:
-        raise ConfigError("nothing says how many ranks train", where="-np", fix="give -np 2, or more")
+        raise ConfigError("the number of ranks is missing", where="-np", fix="give -np 2, or more")
     chosen, config = ways(names, num_proc), load_config(path, sets)
     limits = measuring.Limits(steps, seconds, turns)
-    where = parse(hosts, hostfile, network_interfaces)
-    ranks = plan(num_proc, launcher, where, None, None, Restarts(), dry_run=False)
+    ranks = plan(num_proc, launcher, hosts, None, None, Restarts(), dry_run=False)
     if ranks:
         ranks.check()  # report wrong hosts once, not for each way
-    elsewhere = {"--hosts": hosts, "--hostfile": hostfile, "--network-interfaces": network_interfaces}
-    words = ["-np", str(num_proc), "--launcher", launcher]
-    words += [str(word) for pair in elsewhere.items() if pair[1] for word in pair]
-    with measuring.folder_of(config, shared=bool(where) or isinstance(ranks, InAllocation)) as folder:
+    words = ["-np", str(num_proc), "--launcher", launcher, *(hosts.options if hosts else [])]
+    with measuring.folder_of(config, shared=bool(hosts) or isinstance(ranks, InAllocation)) as folder:
         start = measuring.on_ranks(words)
         measured = measuring.measure(config, chosen, num_proc, limits, start, folder, _report)
     click.echo(results.text(measured, config, limits))
@@ -113,16 +107,14 @@ def _report(line: str) -> None:
 @options.launcher(in_allocation=True)
 @options.hosts
 @click.option("--seconds", type=float, required=True)
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True)
+@click.option("-o", "--output", type=options.FILE, required=True)
 @options.verbose
 def measure(
     path: Path | None,
     sets: tuple[str, ...],
     num_proc: int | None,
     launcher: str,
-    hosts: str | None,
-    hostfile: Path | None,
-    network_interfaces: str | None,
+    hosts: Hosts | None,
     seconds: float,
     output: Path,
     verbose: bool,
@@ -130,11 +122,10 @@ def measure(
     """Train once for ``modes``."""
     from hvd_train.config import load_config
     from hvd_train.jobs.measure import measure as job
-    from hvd_train.launch.hosts import parse
     from hvd_train.launch.start_plan import Restarts, plan
 
-    config, where = load_config(path, sets), parse(hosts, hostfile, network_interfaces)
-    if ranks := plan(num_proc, launcher, where, None, None, Restarts(), dry_run=False):
+    config = load_config(path, sets)
+    if ranks := plan(num_proc, launcher, hosts, None, None, Restarts(), dry_run=False):
         sys.exit(ranks.run(rank_words(), config, verbose, once=True))
     open_rendezvous()
     sys.exit(job(config, seconds, output, verbose))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import click
 
 from hvd_train.errors import ConfigError
 from hvd_train.launch import launchers
+
+FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def together(*options: Callable) -> Callable:
@@ -36,7 +40,7 @@ config_file = click.option(
     "-c",
     "--config",
     "path",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="YAML file; 'hvd-train config' prints one.",
 )
 set_keys = click.option(
@@ -51,11 +55,25 @@ num_proc = click.option(
     help="Start this many ranks on this host (without: this process alone).",
 )
 any_launcher = launcher()
-hosts = together(
-    click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="The hosts of the ranks, over ssh (fit: of -np)."),
-    click.option("--hostfile", type=click.Path(path_type=Path), help="The same as a file, a line 'HOST slots=N' each."),
-    click.option("--network-interfaces", metavar="NAME,...", help="With several hosts: the networks between them."),
-)
+
+
+def hosts(command: Callable) -> Callable:
+    """Add the options that name hosts. The command gets them as ``hosts``, or None."""
+
+    @wraps(command)
+    def parsed(hosts: str | None, hostfile: Path | None, network_interfaces: str | None, **others: Any) -> None:
+        from hvd_train.launch.hosts import parse
+
+        command(hosts=parse(hosts, hostfile, network_interfaces), **others)
+
+    add = together(
+        click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="The hosts of the ranks, over ssh (fit: of -np)."),
+        click.option("--hostfile", type=FILE, help="The same as a file, a line 'HOST slots=N' each."),
+        click.option("--network-interfaces", metavar="NAME,...", help="With several hosts: the networks between them."),
+    )
+    return add(parsed)
+
+
 verbose = click.option(
     "-v", "--verbose", is_flag=True, help="Show the launcher's command and the frameworks' own logs."
 )
@@ -101,9 +119,20 @@ trials = together(
 )
 
 
+def check_script(program: Sequence[str], configured: Any, command: str, keys: str) -> None:
+    """Raise ConfigError for a script together with a configuration, or a configuration in place of a script.
+
+    ``configured``: whether one of the options ``keys`` is given.
+    """
+    if program and configured:
+        raise ConfigError("a script has no configuration", where=command, fix=f"leave out {keys}")
+    if program and program[0].endswith((".yaml", ".yml")):
+        raise ConfigError(f"{program[0]} is not a script", where=command, fix=f"give -c {program[0]}")
+
+
 def seed_of_draws(draws: int | None, seed: int | None) -> int:
     """Return the seed of ``--random``. Raises ConfigError for a seed alone, which may be the training's."""
     if seed is not None and draws is None:
         fix = f"give --random, or --set seed={seed} for the seed of the training"
-        raise ConfigError("is of the draws of --random", where="--seed", fix=fix)
+        raise ConfigError("--seed is the seed of --random, which is not given", fix=fix)
     return seed or 0

@@ -14,7 +14,7 @@ from hvd_train.cli.launching import run_here_or_on_ranks
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=options.FILE,
     required=True,
     help="A .npy file: logits, one row a sample; with --names a .csv file.",
 )
@@ -47,8 +47,6 @@ def predict(
     config, code = trained_config(path, sets, run_dir, checkpoint)
     refuse_foreign({} if trust else code, run_dir)
     # Before ranks start, so that an existing file is reported at once.
-    job.check_output(config, output, overwrite)
-    if names:
-        job.check_names(config, output)
+    job.check_output(config, output, overwrite, names)
     work = (config, checkpoint, output, split, verbose, overwrite, names)
     run_here_or_on_ranks(num_proc, launcher, verbose, lambda: job.predict(*work))

@@ -82,7 +82,8 @@ def submit(
     from hvd_train.sweep.repeats import repeats
     from hvd_train.sweep.trials import plan
 
-    _check_script(program, path or sets or run_dir or resume or overwrite)
+    keys = "-c, --set, --run-dir, --resume and --overwrite"
+    options.check_script(program, path or sets or run_dir or resume or overwrite, "submit", keys)
     config = None if program else load_config(path, sets, run_dir=run_dir)
     # The command line comes before the configuration.
     settings = (config.slurm if config else SlurmConfig()).model_dump() | _set(settings | {"modules": modules})
@@ -113,12 +114,6 @@ def submit(
 def _title(program: tuple[str, ...], path: Path | None) -> str:
     """Return the name of the job: the script's, or the configuration's."""
     return Path(next((word for word in program if word.endswith(".py")), path or "hvd-train")).stem
-
-
-def _check_script(program: tuple[str, ...], configured: Any) -> None:
-    if program and configured:
-        fix = "leave out -c, --set, --run-dir, --resume and --overwrite"
-        raise ConfigError("a script has no configuration", where="submit", fix=fix)
 
 
 def _set(settings: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,7 @@ from hvd_train.errors import ConfigError
 @click.option("-np", "--num-proc", type=click.IntRange(min=2), required=True, help="Ranks to compare with one.")
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps to train.")
 @options.any_launcher
-@click.option(
-    "--report", metavar="FILE.html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with curves."
-)
+@click.option("--report", metavar="FILE.html", type=options.FILE, help="Write a page with curves.")
 @options.verbose
 @click.argument("program", metavar="[-- python SCRIPT.py ...]", nargs=-1, type=click.UNPROCESSED)
 def verify(
@@ -38,11 +36,15 @@ def verify(
     hvd-train verify -c job.yaml -np 3 --report proof.html  with the loss curves drawn over each other
     hvd-train verify -np 2 -- python train.py --lr 0.1      a script of your own, with hvd_train.torch or .keras
     """
+    from hvd_train.launch.environment import world
+
+    options.check_script(program, path or sets, "verify", "-c and --set")
+    if launched := world().launcher:
+        what = "verify starts its ranks itself"
+        raise ConfigError(what, where=f"started by {launched}", fix="call hvd-train verify -np N without it")
     if program:
         from hvd_train.verify.script import verify_script
 
-        if path or sets:
-            raise ConfigError("a script has no configuration", where="verify", fix="leave out -c and --set")
         sys.exit(verify_script(program, num_proc, steps, launcher, report, verbose))
     from hvd_train.config import load_config
     from hvd_train.verify import compare_worlds

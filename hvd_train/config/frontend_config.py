@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from hvd_train.config.keys.config import Config
@@ -44,20 +44,8 @@ class FrontEndConfig:
     @classmethod
     def of(cls, config: Config) -> FrontEndConfig:
         return cls(
-            config.model,
-            config.task,
-            config.optim,
-            config.parallel,
-            config.precision,
-            config.seed,
-            config.device,
-            config.devices,
-            config.sync_batchnorm,
-            config.steps_per_execution,
-            config.restores,
-            config.exchange.overlap,
-            config.micro_batches,
-            config.checks_gradients,
+            **{one.name: getattr(config, one.name) for one in fields(cls) if hasattr(config, one.name)},
+            overlap=config.exchange.overlap,
             averages_weights=bool(config.ema or config.swa or config.optim.schedule_free),
             gathers_statistics=bool(config.swa),
             exact=MODES[config.exchange.mode].exact,

@@ -70,7 +70,9 @@ def _read(path: Path, lines: dict[Path_, str], problems: list[str]) -> dict[str,
     except OSError as error:
         raise ConfigError(f"cannot read the configuration: {error.strerror}", where=str(path)) from error
     if len(raw) > MAX_BYTES:
-        raise ConfigError(f"a configuration of {len(raw):,} bytes is no configuration", where=str(path))
+        raise ConfigError(
+            f"the file has {len(raw):,} bytes, and a configuration at most {MAX_BYTES:,}", where=str(path)
+        )
     try:
         text = raw.decode("utf-8")
         _check_size(text, str(path))

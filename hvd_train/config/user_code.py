@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hvd_train.errors import ConfigError, TrainError
+from hvd_train.config.names import nearest
+from hvd_train.errors import ConfigError, TrainError, named_reason
 
 PACKAGE = Path(__file__).parents[1]
 NOT_OF_USER = tuple(
@@ -162,6 +163,17 @@ def source_of(name: str) -> list[Path]:
     return [] if any(map(is_library, sources)) else [Path(source) for source in sources]
 
 
+@contextmanager
+def user_errors(what: str, where: str, fix: str = "", kind: type[TrainError] = ConfigError) -> Iterator[None]:
+    """Turn an exception of user code within the block into an error of ``kind``: ``WHAT: TYPE: MESSAGE``."""
+    try:
+        yield
+    except kind:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {named_reason(error)}", where=where, fix=fix) from error
+
+
 def user_function(name: str, where: str, kind: type[TrainError] = ConfigError) -> Callable[..., Any]:
     """Import ``package.module:function``; raises ``kind`` if there is none."""
     # Passed in Python: a lambda or a function in a notebook cannot be imported.
@@ -195,8 +207,8 @@ def advice_for_hidden(name: str) -> str:
 
 def advice_for_misspelled(module: ModuleType, name: str) -> str:
     """Suggest the name in the module that is most similar to ``name``; "" if none is."""
-    near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], 1)
-    return f"did you mean '{near[0]}'?" if near else ""
+    near = nearest(name, [key for key, value in vars(module).items() if callable(value)])
+    return f"did you mean '{near}'?" if near else ""
 
 
 def file_of(module: ModuleType, name: str) -> str:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from hvd_train import errors
 from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, TrainError, name_ranks
-from hvd_train.protocol import Communicator, Model
+from hvd_train.protocol import Communicator, Model, allgather_json
 
 T = TypeVar("T")
 EARLY = (2, 10)  # check after these steps, to report early differences at once
@@ -23,7 +23,7 @@ def agree(communicator: Communicator, facts: Mapping[str, str], name: str = "agr
 
     ``name``: of the collective, which the user sees if a rank does not join.
     """
-    everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(dict(facts)).encode(), name)]
+    everyone = allgather_json(communicator, dict(facts), name)
     rows = []
     for key in dict.fromkeys(k for local in everyone for k in local):
         values = [local.get(key, "(none)") for local in everyone]
@@ -50,7 +50,7 @@ def collectively(communicator: Communicator, work: Callable[[], T]) -> T:
     except TrainError as error:
         failure = error
     record = [type(failure).__name__, failure.what, failure.where, failure.fix] if failure else None
-    records = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(record).encode(), "together")]
+    records = allgather_json(communicator, record, "together")
     failed = {rank: record for rank, record in enumerate(records) if record}
     if failed:
         kind, what, where, fix = next(iter(failed.values()))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from hvd_train.data.classes import all_names
 from hvd_train.data.order import mix, permute
-from hvd_train.data.transforms import drawn
+from hvd_train.data.wrapper import Wrapper, drawn
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Source
 
@@ -14,7 +16,7 @@ PIECE = 4096  # labels read at once
 WHERE = "data.sampling: balanced"
 
 
-class Balanced:
+class Balanced(Wrapper):
     """A source that wraps another one and draws equally many training samples of each class.
 
     An epoch keeps its length n: position q has class q mod C. Each class goes through a permutation of its samples,
@@ -25,15 +27,11 @@ class Balanced:
     ``fetch`` is not balanced: an evaluation of the training part reads each sample once.
     """
 
-    ordered = False
-
     def __init__(self, source: Source, ignore: int) -> None:
         """Raises DataError if a class has no sample; ``ignore``: the label of unlabeled samples (``ignore_index``)."""
         name, field = _class_label(source)
-        self._source, self.sample, self.fingerprint = source, source.sample, source.fingerprint
-        self.remarks, self.files = getattr(source, "remarks", ()), getattr(source, "files", ())
-        self.rows = getattr(source, "rows", None)
-        labels = labels_of(source, name)
+        super().__init__(source)
+        labels = np.concatenate([*labels_of(source, name)])
         # ignore_index is not a class, even if it lies in [0, C).
         taken = [k for k in range(field.classes or 0) if not (field.masked and k == ignore)]
         in_order = np.argsort(labels, kind="stable")
@@ -46,20 +44,14 @@ class Balanced:
             lacking = ", ".join(all_names(field.names, field.classes or 0)[k] for k in missing)
             fix = "leave the class out of data.classes and data.num_classes, or leave data.sampling out"
             raise DataError(f"no training sample is of class {lacking}", where=WHERE, fix=fix)
-        self.note = "\n".join(filter(None, [getattr(source, "note", ""), self._note(len(labels) - self._counts.sum())]))
+        self.add_note(self._described(len(labels) - self._counts.sum()))
 
-    def _note(self, unlabelled: int) -> str:
+    def _described(self, unlabelled: int) -> str:
         low, rest = divmod(len(self), len(self._counts))
         each = f"{low:,} or {low + 1:,}" if rest else f"{low:,}"
         there = f"{self._counts.min():,} to {self._counts.max():,}"
         what = f"{WHERE}: an epoch takes {each} samples of each class (classes have {there})"
         return what + f"; {unlabelled:,} samples without a class are left out" * bool(unlabelled)
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
-        return self._source.fetch(indices)
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
         return drawn(self._source, self.chosen(indices, seed, epoch), seed, epoch)
@@ -93,9 +85,9 @@ def _class_label(source: Source) -> tuple[str, Field]:
     return name, field
 
 
-def labels_of(source: Source, name: str) -> np.ndarray:
-    """Read the labels of all samples, (n,) int64."""
+def labels_of(source: Source, name: str) -> Iterator[np.ndarray]:
+    """Read the labels of all samples, (k,) int64 at a time."""
     # Sources without ``label`` cannot read labels alone: their samples are read completely, once.
     read = getattr(source, "label", None) or (lambda name, indices: source.fetch(indices)[1][name])
-    pieces = [np.arange(start, min(start + PIECE, len(source))) for start in range(0, len(source), PIECE)]
-    return np.concatenate([np.asarray(read(name, piece)).reshape(-1) for piece in pieces]).astype(np.int64)
+    for start in range(0, len(source), PIECE):
+        yield np.asarray(read(name, np.arange(start, min(start + PIECE, len(source))))).reshape(-1).astype(np.int64)

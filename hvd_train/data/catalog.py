@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.config import DataConfig, TaskConfig, did_you_mean
 from hvd_train.data import packing
 from hvd_train.data.balanced import Balanced
 from hvd_train.data.classes import Known
@@ -21,7 +21,6 @@ from hvd_train.data.kinds import KINDS
 from hvd_train.data.lengths import Lengths, buckets_of
 from hvd_train.data.number_labels import check_values
 from hvd_train.data.packed_manifest import PackManifest
-from hvd_train.data.ragged import Varying
 from hvd_train.data.transforms import transformed
 from hvd_train.data.user_data import imported, user_parts
 from hvd_train.errors import DataError, listing
@@ -58,14 +57,12 @@ def open_data(
             raise DataError(f"data set '{config.name}' is not resized", where="data.image_size", fix=fix)
         opened = KINDS[config.name](config, task, request)
     else:
-        near = difflib.get_close_matches(config.name, KINDS, 1)
-        listed = f"there are {', '.join(KINDS)}, or your own 'package.module:function'"
-        fix = f"did you mean '{near[0]}'? {listed}" if near else listed
-        raise DataError(f"unknown data set '{config.name}'", where="data.name", fix=fix)
+        names = (*KINDS, "your own 'package.module:function'")
+        raise DataError(did_you_mean(config.name, names), where="data.name")
     first = opened.samples if isinstance(opened, Whole) else next(iter(opened.values()))
     vocabulary = getattr(first, "vocabulary", "")
+    _check_vocabulary(config, vocabulary, request.vocabulary)
     parts = _divided(opened, request, config)
-    varying = {name: getattr(part, "varying", None) for name, part in parts.items()}
     where = config.path or f"data.name: {config.name}"
     if request.run:
         looked_at = request.labels and config.target == "labels"
@@ -92,7 +89,7 @@ def open_data(
         if request.labels:
             check_values(parts, task, where, of_inputs=True)
     if config.lengths:
-        parts = _with_lengths(parts, varying, config, chosen)
+        parts = _with_lengths(parts, config, chosen)
     return DataSet(config.name, parts, vocabulary)
 
 
@@ -104,15 +101,23 @@ def check_path(config: DataConfig) -> None:
         raise DataError(what, where=f"data.path: {config.path}", fix=f"{fix}; or leave it out")
 
 
-def _with_lengths(
-    parts: Mapping[str, Source], varying: Mapping[str, Varying | None], config: DataConfig, chosen: Any
-) -> dict[str, Source]:
+def _check_vocabulary(config: DataConfig, vocabulary: str, of_run: str) -> None:
+    """Refuse text with other token ids than the run's ("" for data without text, or a run that saved none)."""
+    if vocabulary and of_run and json.loads(vocabulary) != json.loads(of_run):
+        what = "the text is numbered by another vocabulary than the run's, with other token ids"
+        if config.name == "packed":
+            fix = "pack the text with data.vocabulary: vocabulary.json of the run folder"
+            raise DataError(what, where=config.path or "data", fix=fix)
+        raise DataError(what, where=f"data.vocabulary: {config.vocabulary}", fix="leave it out: the run has its own")
+
+
+def _with_lengths(parts: Mapping[str, Source], config: DataConfig, chosen: Any) -> dict[str, Source]:
     """Wrap the parts in ``Lengths``, which pads to buckets; ``chosen``: positions of an epoch -> sample indices."""
     lengths = config.lengths
     assert lengths is not None
     made: dict[str, Source] = {}
     for name, part in parts.items():
-        fields = varying[name]
+        fields = getattr(part, "varying", None)
         if fields is None:
             fix = "give inputs as a list of arrays, one a sample; or leave data.lengths out"
             raise DataError(f"{TITLES.get(name, name)} samples do not differ in length", where="data.lengths", fix=fix)
@@ -120,7 +125,7 @@ def _with_lengths(
         of_training = name == "train"
         buckets = buckets_of(fields.lengths, lengths) if of_training else np.zeros(0, np.int64)
         one = Lengths(part, fields, lengths, buckets, chosen if of_training else None)
-        one.note = "\n".join(filter(None, [one.note, one.describe() if of_training else ""]))
+        one.add_note(one.describe() if of_training else "")
         made[name] = one
     return made
 
@@ -159,7 +164,7 @@ def _check_names(parts: Mapping[str, Source], config: DataConfig) -> None:
         if names is not None and field.names != names:
             has = f"the data have {listing(field.names)}" if field.names else "labels of these data have no names"
             fix = "set it when packing" if config.name == "packed" else "leave it out"
-            raise DataError(f"names {listing(names)}, and {has}", where="data.classes", fix=fix)
+            raise DataError(f"the classes are {listing(names)}, and {has}", where="data.classes", fix=fix)
 
 
 def _check_several_classes(parts: Mapping[str, Source], config: DataConfig, task: TaskConfig) -> None:
@@ -177,23 +182,24 @@ def _check_several_classes(parts: Mapping[str, Source], config: DataConfig, task
 
 def _check_same_fields(parts: Mapping[str, Source], first: str, second: str, where: str) -> None:
     """Check that two parts have the same fields; other classes may occur in them, and one may leave columns unnamed."""
-    samples = [parts[part].sample for part in (first, second)]
-    fields = [{**sample.inputs, **sample.labels} for sample in samples]
     titles = [TITLES.get(name, name) for name in (first, second)]
-    bare = [
-        {name: replace(field, classes=None, names=(), masked=False, columns=()) for name, field in part.items()}
-        for part in fields
-    ]
-    if bare[0] != bare[1]:
-        described = (", ".join(f"{name} {field}" for name, field in part.items()) for part in fields)
-        what = ", ".join(f"{title} samples of {one}" for title, one in zip(titles, described, strict=True))
-        raise DataError(what, where=where, fix="give both the same names, shapes and types")
-    for name, field in fields[0].items():
-        columns = [field.columns, fields[1][name].columns]
-        if all(columns) and columns[0] != columns[1]:
-            each = (f"{title} samples {listing(one)}" for title, one in zip(titles, columns, strict=True))
-            what = f"the columns of {name} are others: {', '.join(each)}"
-            raise DataError(what, where=where, fix="give both the same columns in the same order")
+    for kind in ("inputs", "labels"):
+        fields = [getattr(parts[part].sample, kind) for part in (first, second)]
+        bare = [
+            {name: replace(field, classes=None, names=(), masked=False, columns=()) for name, field in part.items()}
+            for part in fields
+        ]
+        if bare[0] != bare[1]:
+            described = (", ".join(f"{name} {field}" for name, field in part.items()) or "none" for part in fields)
+            each = (f"of the {title} samples {one}" for title, one in zip(titles, described, strict=True))
+            fix = "give both the same names, shapes and types"
+            raise DataError(f"the {kind} differ: {', '.join(each)}", where=where, fix=fix)
+        for name, field in fields[0].items():
+            columns = [field.columns, fields[1][name].columns]
+            if all(columns) and columns[0] != columns[1]:
+                each = (f"of the {title} samples {listing(one)}" for title, one in zip(titles, columns, strict=True))
+                what = f"the columns of {name} differ: {', '.join(each)}"
+                raise DataError(what, where=where, fix="give both the same columns in the same order")
 
 
 def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.Processes) -> PackManifest:

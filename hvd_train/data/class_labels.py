@@ -48,7 +48,7 @@ def class_column(
         missing = remarks_on_missing(title, labels.names, known)
     if kind.kind not in "iu":
         fix = "store classes as whole numbers (int64); for regression set task.loss: mse"
-        raise DataError(f"{title} of type {kind}, and task.loss: cross_entropy wants classes", where=where, fix=fix)
+        raise DataError(f"{title} are of type {kind}, and task.loss: cross_entropy wants classes", where=where, fix=fix)
     distinct, masked = _distinct(labels, ignore)
     shape = () if shape == (1,) else shape
     names, remarks = known.names, tuple[str, ...]()

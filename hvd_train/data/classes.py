@@ -128,7 +128,7 @@ class Known:
                 raise DataError(what, where="data.classes", fix="leave it out: the run keeps its classes")
             names = stored.names or asked.names or ()
             if stored.classes and len(names) > stored.classes:
-                what = f"{len(names)} names, {listing(names)}, and the run has {stored.classes} classes"
+                what = f"there are {len(names)} names, {listing(names)}, and the run has {stored.classes} classes"
                 raise DataError(what, where="data.classes", fix="name these, in the order of their numbers")
             known_labels[name] = Classes(stored.classes or asked.count, names, False, "the run")
         return cls(default, known_labels, run)

@@ -52,7 +52,7 @@ class Column:
         """
         kind, shape = np.dtype(values.dtype), tuple(int(k) for k in values.shape[1:])
         if kind.kind not in "fuib":
-            raise DataError(f"{title} of type {kind}", where=where, fix="store them as uint8 or float32")
+            raise DataError(f"{title} are of type {kind}", where=where, fix="give numbers, as uint8 or float32")
         dtype = "float32" if kind.kind == "f" else TRAVEL.get(kind.name, kind.name)
         # Bytes are copied to the device as bytes and divided there.
         divisor = 255.0 if kind == np.uint8 and not ids else 1.0
@@ -81,7 +81,7 @@ class Column:
                 images = True
             return cls.of_inputs(title, values, False, True, where, images)
         if kind.kind not in "fuib":
-            raise DataError(f"{title} of type {kind}", where=where, fix="store numbers")
+            raise DataError(f"{title} are of type {kind}", where=where, fix="give numbers")
         dtype = "float32" if kind.kind == "f" else "bool" if kind.kind == "b" else "int64"
         return cls(title, values, Field(() if shape == (1,) and not as_stored else shape, dtype), where)
 

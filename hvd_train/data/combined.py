@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_train.data.column import INPUT, LABEL
 from hvd_train.data.ragged import Varying
-from hvd_train.data.transforms import drawn
+from hvd_train.data.wrapper import Wrapper, drawn
 from hvd_train.protocol import Fields, Sample, Source
 
 
@@ -62,19 +62,12 @@ class Concatenated:
         return inputs, labels
 
 
-class InputsAsLabels:
+class InputsAsLabels(Wrapper):
     """A source that wraps another one and returns the inputs as labels (``data.target: inputs``)."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        super().__init__(source, Sample(source.sample.inputs, self._labels(source.sample.inputs)))
         self.fingerprint = hashlib.sha256(f"itself {source.fingerprint}".encode()).hexdigest()[:16]
-        self.note, self.ordered = getattr(source, "note", ""), getattr(source, "ordered", False)
-        self.remarks, self.files = getattr(source, "remarks", ()), getattr(source, "files", ())
-        self.rows = getattr(source, "rows", None)
-        self.sample = Sample(source.sample.inputs, self._labels(source.sample.inputs))
-
-    def __len__(self) -> int:
-        return len(self._source)
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
         inputs, _ = self._source.fetch(indices)

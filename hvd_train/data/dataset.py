@@ -100,7 +100,9 @@ def class_task(task: TaskConfig) -> TaskConfig:
 def existing_path(config: DataConfig) -> Path:
     """Return ``data.path``, which must be a file or a folder."""
     if config.path is None:
-        raise DataError(f"data set '{config.name}' needs a path", where="data.path", fix="say where the data lies")
+        raise DataError(
+            f"data set '{config.name}' needs a path", where="data.path", fix="give the file or folder of the data"
+        )
     path = Path(config.path).expanduser()
     if not path.exists():
         fix = "" if path.is_absolute() else f"it starts in the current folder, {Path.cwd()}; give --set data.path=PATH"
@@ -112,5 +114,5 @@ def existing_folder(config: DataConfig) -> Path:
     """Return ``data.path``, which must be a folder."""
     path = existing_path(config)
     if not path.is_dir():
-        raise DataError("a folder is needed, this is a file", where=f"data.path: {path}")
+        raise DataError(f"data set '{config.name}' is a folder, and this is a file", where=f"data.path: {path}")
     return path

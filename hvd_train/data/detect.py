@@ -30,5 +30,5 @@ def kind_of(path: Path) -> str:
         raise DataError("there is no such file or folder", where=str(path))
     if path.suffix.lower() not in SUFFIXES:
         fix = "give -c FILE, or --set data.name=..."
-        raise DataError("its name does not say what kind of data it is", where=str(path), fix=fix)
+        raise DataError("the name of the file does not say what kind of data it holds", where=str(path), fix=fix)
     return SUFFIXES[path.suffix.lower()]

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_train.data.classes import Lookup, by_number, unknown, values_of
 from hvd_train.data.column import INPUT, LABEL
-from hvd_train.data.transforms import drawn
+from hvd_train.data.wrapper import Wrapper, drawn
 from hvd_train.errors import DataError, listing
 from hvd_train.protocol import Field, Fields, Sample, Source
 
@@ -45,7 +45,7 @@ class FieldMap:
         return numbers.astype(x.dtype)
 
 
-class Fitted:
+class Fitted(Wrapper):
     """A source that wraps another one and returns the fields of a trained run; labels not needed are zeros."""
 
     def __init__(
@@ -56,16 +56,11 @@ class Fitted:
         labels: Mapping[str, FieldMap],
         remarks: list[str],
     ) -> None:
-        self._source, self.sample, self._inputs, self._labels = source, sample, inputs, labels
-        self.fingerprint, self.note = source.fingerprint, getattr(source, "note", "")
-        self.files, self.rows = getattr(source, "files", ()), getattr(source, "rows", None)
-        self.ordered, self.remarks = getattr(source, "ordered", False), (*getattr(source, "remarks", ()), *remarks)
-        self.varying = getattr(source, "varying", None)
+        super().__init__(source, sample)
+        self._inputs, self._labels = inputs, labels
+        self.remarks += tuple(remarks)
         if hasattr(source, "label"):
             self.label = self._label
-
-    def __len__(self) -> int:
-        return len(self._source)
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
         return self._fitted(self._source.fetch(indices), len(indices))

@@ -308,9 +308,8 @@ def _check_size(path: Path, name: str, item: Any) -> None:
 
     where, stored = f"{path}: {name}", item.id.get_storage_size()
     if item.nbytes > max(1 << 26, stored * LEAST_STORED):
-        what = (
-            f"claims {item.shape} {item.dtype}, {in_units(item.nbytes)}, and only {stored:,} bytes of it were written"
-        )
+        claimed = f"{item.shape} {item.dtype}, {in_units(item.nbytes)}"
+        what = f"the dataset claims {claimed}, and only {stored:,} bytes of it were written"
         raise DataError(what, where=where, fix="write the file again")
     if item.size and item.id.get_space_status() != h5py.h5d.SPACE_STATUS_ALLOCATED:
         what = f"part of it, {item.shape} {item.dtype}, was never written, and would be read as {item.fillvalue}"

@@ -62,11 +62,15 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         record = json.loads(line.rstrip(b"\r\n"), object_pairs_hook=_unique)
     except json.JSONDecodeError as error:  # its line counts within this one line of the file
-        raise DataError(f"not JSON: {error.msg} (character {error.pos + 1})", where=where, fix=FIX) from error
+        raise DataError(
+            f"the line is not JSON: {error.msg} (character {error.pos + 1})", where=where, fix=FIX
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {str(error).splitlines()[0]}", where=where, fix=FIX) from error
+        raise DataError(f"the line is not JSON: {str(error).splitlines()[0]}", where=where, fix=FIX) from error
     if not isinstance(record, dict):
-        raise DataError("not an object of names and values", where=where, fix='write {"text": "...", "label": 0}')
+        raise DataError(
+            "the line is not an object of names and values", where=where, fix='write {"text": "...", "label": 0}'
+        )
     return record
 
 

@@ -5,7 +5,6 @@ The first line of each docstring is what ``hvd-train data`` lists.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -90,7 +89,7 @@ def _named_arrays(
             if f"{name}_x" in arrays
         }
         return {"train": train, **others} if "val" in others else Whole(train, config.val_fraction, others.get("test"))
-    what = f"{', '.join(names[name] for name in arrays) or 'none of the arrays'} found"
+    what = f"the data have {', '.join(names[name] for name in arrays) or 'none of the arrays'}"
     raise DataError(what, where=str(path), fix="it needs train_x, train_y, val_x, val_y; or x, y")
 
 
@@ -158,7 +157,7 @@ def _text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
     length, classes = config.sequence_length, config.num_classes or Text.CLASSES
     if classes != Text.CLASSES:
         fix = f"leave it out; text has {Text.CLASSES} classes, one per byte"
-        raise DataError(f"{classes} classes", where="data.num_classes", fix=fix)
+        raise DataError(f"{classes} classes are set", where="data.num_classes", fix=fix)
     data = formats.read_text(path)  # (bytes,) uint8
     count = (len(data) - 1) // length
     if count < 2:
@@ -175,14 +174,13 @@ def _masked_text(config: DataConfig, task: TaskConfig, request: DataRequest) -> 
     path, length = existing_path(config) if config.path else None, config.sequence_length
     if length < 8:
         fix = "three of these are [CLS], [SEP] and [SEP]"
-        raise DataError(f"samples of {length} tokens; at least 8", where="data.sequence_length", fix=fix)
+        raise DataError(
+            f"samples of {length} tokens are too short: 8 are the least", where="data.sequence_length", fix=fix
+        )
     documents = [
         masked.sentences(text) for text in (formats.read_documents(path) if path else formats.python_documents())
     ]
     tokenizer = masked.vocabulary(documents, config.vocabulary_size, config.vocabulary, request.vocabulary)
-    if request.vocabulary and json.loads(tokenizer.to_str()) != json.loads(request.vocabulary):
-        what = "is another vocabulary than the run's, with other token ids"
-        raise DataError(what, where=f"data.vocabulary: {config.vocabulary}", fix="leave it out: the run has its own")
     text = masked.tokenized(documents, tokenizer, length)
     count = len(text)
     if count < 4:

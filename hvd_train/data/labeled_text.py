@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,25 +81,13 @@ def _column_of_run(request: DataRequest) -> str:
 def _tokenizer(texts: list[str], config: DataConfig, request: DataRequest) -> Any:
     """Return a tokenizer from a file or from the run, or train one on the texts of the training file."""
     if config.vocabulary is not None:
-        tokenizer = tokenizer_of(config.vocabulary)
-    else:
-        tokenizer = vocabulary([texts], config.vocabulary_size, None, request.vocabulary)
-        from tokenizers.processors import TemplateProcessing
+        return tokenizer_of(config.vocabulary)
+    from tokenizers.processors import TemplateProcessing
 
-        first = SPECIAL[CLS]  # so that no text is empty
-        tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, CLS)])
-    if request.vocabulary and json.loads(tokenizer.to_str()) != json.loads(request.vocabulary):
-        what = "is another vocabulary than the run's, with other token ids"
-        raise DataError(what, where=f"data.vocabulary: {config.vocabulary}", fix="leave it out: the run has its own")
+    tokenizer = vocabulary([texts], config.vocabulary_size, None, request.vocabulary)
+    first = SPECIAL[CLS]  # so that no text is empty
+    tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, CLS)])
     return tokenizer
-
-
-def _labels(table: tables.Table, label: str, classes: Known, task: TaskConfig) -> Any:
-    """Return the labels: classes, or numbers if the loss is not cross_entropy."""
-    if task.classes(LABEL, True):
-        return table.classes(label, classes.label(LABEL, True), task.ignore_index)
-    loss, _ = task.term(LABEL)
-    return table.numbers(label, keep_whole=":" in loss)
 
 
 def _part(
@@ -120,7 +107,7 @@ def _part(
     numbers = _numbered(texts, tokenizer, lengths)
     sizes = np.array([len(one) for one in numbers], np.int64)
     rows = joined_rows(np.concatenate(numbers), sizes, f"column '{column}'", where, lengths)
-    labels = {LABEL: _labels(table, label, classes, task)} if request.labels else {}
+    labels = {LABEL: table.labels(label, LABEL, True, classes, task)} if request.labels else {}
     part = Arrays({TOKENS: rows}, labels, where, classes, task, table.notes, False, remarks)
     part.note = "\n".join(table.notes)  # without the note on integers, which is obvious for tokens
     columns = (_column_of_run(request) or column,)

@@ -10,7 +10,7 @@ import numpy as np
 from hvd_train.config.keys.lengths import LengthsConfig
 from hvd_train.data.order import mix, permute
 from hvd_train.data.ragged import Varying
-from hvd_train.data.transforms import drawn
+from hvd_train.data.wrapper import Wrapper, drawn
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample, Source
 
@@ -19,7 +19,7 @@ AUTO = 8  # buckets
 BLOCKS = 0x1E46  # the key that shuffles blocks
 
 
-class Lengths:
+class Lengths(Wrapper):
     """A source that wraps another one and pads each batch to a length that is the same on all ranks.
 
     That length is the bucket of the longest sample over all ranks, so N ranks compute the same as one. For training,
@@ -34,20 +34,14 @@ class Lengths:
     def __init__(
         self, source: Source, varying: Varying, config: LengthsConfig, buckets: np.ndarray, chosen: Any = None
     ) -> None:
-        self._source, self._config, self._chosen, self.fingerprint = source, config, chosen, source.fingerprint
-        self.note, self.ordered = getattr(source, "note", ""), False
-        self.remarks, self.files = getattr(source, "remarks", ()), getattr(source, "files", ())
-        self.rows = getattr(source, "rows", None)
+        super().__init__(source, with_lengths(source.sample, varying, config))
+        self._config, self._chosen = config, chosen
         self._lengths, self._buckets = varying.lengths, buckets
-        self.sample = with_lengths(source.sample, varying, config)
         self._ragged = [
             {name for name, field in fields.items() if field.ragged}
             for fields in (self.sample.inputs, self.sample.labels)
         ]
         self._orders: tuple[Any, np.ndarray] = None, np.zeros(0, np.int64)  # the last one, with its (seed, epoch)
-
-    def __len__(self) -> int:
-        return len(self._source)
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
         return self._masked(self._source.fetch(indices), self._lengths[indices])

@@ -44,7 +44,7 @@ def check_empty_lines(path: Path) -> None:
             if not cells:
                 empty = empty or row
             elif empty:
-                raise DataError("an empty line", where=f"{path}, row {empty}", fix="correct it, or leave it out")
+                raise DataError("the line is empty", where=f"{path}, row {empty}", fix="correct it, or leave it out")
 
 
 def remark_on_lines(path: Path, rows: int) -> str:

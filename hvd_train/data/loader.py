@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from hvd_train.data.order import permute, share, steps
-from hvd_train.data.transforms import drawn
+from hvd_train.data.wrapper import drawn
 from hvd_train.errors import DataError
 from hvd_train.protocol import Batch, Source
 

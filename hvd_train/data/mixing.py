@@ -9,6 +9,7 @@ import numpy as np
 from hvd_train.config import TransformConfig
 from hvd_train.data.augment import RandomNumbers, as_stored, below
 from hvd_train.data.order import mix
+from hvd_train.data.wrapper import Wrapper
 from hvd_train.errors import DataError
 from hvd_train.protocol import PARTNER, SHARE, Fields, Sample, Source
 
@@ -51,7 +52,7 @@ def beta(alpha: float, numbers: np.ndarray) -> np.ndarray:
     return 0.5 + np.where(sign < 0.5, -0.5, 0.5) / root
 
 
-class Mixed:
+class Mixed(Wrapper):
     """A source that wraps another one and mixes each training sample with a partner.
 
     The partner is a random position of the epoch, with its own transforms, so both have the same distribution of
@@ -60,24 +61,14 @@ class Mixed:
     the labels (``PARTNER``, ``SHARE``). ``number``: the number of transforms before, as a key of random numbers.
     """
 
-    ordered = False
-
     def __init__(self, source: Source, configs: Sequence[tuple[TransformConfig, str]], number: int) -> None:
-        self._source, self.sample, self.fingerprint = source, source.sample, source.fingerprint
-        self.remarks, self.files = getattr(source, "remarks", ()), getattr(source, "files", ())
-        self.rows = getattr(source, "rows", None)
+        super().__init__(source)
         for config, where in configs:
-            _check(self.sample, getattr(source, "ordered", False), config, where)
+            _check(self.sample, self.ordered, config, where)
         self._configs, self._number = [config for config, _ in configs], number
         (self._label,) = self.sample.labels
         names = " or ".join(config.name for config in self._configs)
-        self.note = "\n".join(filter(None, [getattr(source, "note", ""), f"{names}: {FOR_BOTH}"]))
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
-        return self._source.fetch(indices)
+        self.add_note(f"{names}: {FOR_BOTH}")
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
         indices, count = np.asarray(indices), len(indices)

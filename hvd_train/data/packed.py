@@ -127,21 +127,27 @@ def mapped(folder: Path, field: Field, shard: Shard) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise DataError(f"no .npy file: {str(error).splitlines()[0]}", where=str(path), fix=AGAIN) from error
+        raise DataError(f"this is not a .npy file: {str(error).splitlines()[0]}", where=str(path), fix=AGAIN) from error
     wanted = (shard.count, *field.shape)
     if array.shape != wanted or array.dtype != np.dtype(field.dtype):
-        what = f"holds {array.shape} {array.dtype}, the manifest says {wanted} {field.dtype}"
+        what = f"the file holds {array.shape} {array.dtype}, the manifest says {wanted} {field.dtype}"
         raise DataError(what, where=str(path), fix=AGAIN)
     return np.asarray(array)
 
 
 def _check_size(path: Path, shard: Shard) -> None:
     if Path(shard.file).name != shard.file:
-        raise DataError(f"names '{shard.file}', not a file in it", where=str(path.parent / MANIFEST), fix=AGAIN)
+        raise DataError(
+            f"the manifest names '{shard.file}', which is not a file of this folder",
+            where=str(path.parent / MANIFEST),
+            fix=AGAIN,
+        )
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path), fix=AGAIN) from error
+        raise DataError(f"the file cannot be read: {error.strerror}", where=str(path), fix=AGAIN) from error
     if size != shard.size:
-        what = f"{'cut off' if size < shard.size else 'too long'}: {size:,} bytes, {shard.size:,} were written"
+        what = (
+            f"the file is {'cut off' if size < shard.size else 'too long'}: {size:,} bytes, {shard.size:,} were written"
+        )
         raise DataError(what, where=str(path), fix=AGAIN)

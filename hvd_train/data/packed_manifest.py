@@ -84,13 +84,15 @@ def read_manifest(folder: Path) -> PackManifest:
         return PackManifest.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
         fix = "see 'hvd-train data pack --help'; if packing was interrupted, pack again"
-        raise DataError("not a packed data set, or an incomplete one", where=str(path), fix=fix) from error
+        raise DataError("this is not a packed data set, or an incomplete one", where=str(path), fix=fix) from error
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        raise DataError(f"the manifest cannot be read: {error.strerror}", where=str(path)) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-        raise DataError(f"not the manifest of a packed data set: {what}"[:300], where=str(path), fix=AGAIN) from error
+        raise DataError(
+            f"this is not the manifest of a packed data set: {what}"[:300], where=str(path), fix=AGAIN
+        ) from error
 
 
 def summary(manifest: PackManifest) -> str:

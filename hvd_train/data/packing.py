@@ -89,9 +89,11 @@ def pack(
 def _fresh(folder: Path) -> None:
     """Create the folder; raise ConfigError if it holds packed data already."""
     if (folder / MANIFEST).exists():
-        raise ConfigError("holds a packed data set already", where=str(folder), fix="remove it, or name another folder")
+        raise ConfigError(
+            "the folder holds a packed data set already", where=str(folder), fix="remove it, or name another folder"
+        )
     if folder.exists() and not folder.is_dir():
-        raise ConfigError("is a file", where=str(folder), fix="name a folder")
+        raise ConfigError("this is a file", where=str(folder), fix="name a folder")
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(f"*{LEFT}"):  # of an interrupted packing
         left.unlink()
@@ -184,7 +186,9 @@ def check(folder: Path, world: Processes) -> PackManifest:
             path = folder / shard.file
             with open(path, "rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != shard.sha256:
-                    raise DataError("damaged: its SHA-256 is not the one that was written", where=str(path), fix=AGAIN)
+                    raise DataError(
+                        "the file is damaged: its SHA-256 is not the one that was written", where=str(path), fix=AGAIN
+                    )
 
     _on_all_ranks(world, look)
     return manifest
@@ -199,7 +203,7 @@ def _on_all_ranks(world: Processes, work: Callable[[], Any]) -> list[Any]:
     except TrainError as caught:
         error = caught
     except OSError as caught:
-        error = DataError(f"cannot be written: {caught.strerror}", where=str(caught.filename or ""))
+        error = DataError(f"the packed data cannot be written: {caught.strerror}", where=str(caught.filename or ""))
     failure = error and (type(error), error.what, error.where, error.fix)
     everyone = world.allgather((failure, result))
     for failed, _ in everyone:

@@ -132,23 +132,16 @@ def _of_table(
     remarks: Sequence[str],
 ) -> Arrays:
     """Make a source from a table: inputs (n, features), labels (n,) or (n, labels), or {name: (n,)}."""
-    inputs = np.stack([table.numbers(name) for name in features], axis=1)
-    if not config.features and not classes.run:
-        remarks = [*remarks, *_remarks_on_counters(table, inputs, features)]
-    several, columns = isinstance(task.loss, dict), dict[str, Any]()
-    for name in labels:
-        if task.classes(name, not several):
-            known = classes.label(name if several else LABEL, len(labels) == 1)
-            columns[name] = table.classes(name, known, task.ignore_index)
-        else:
-            loss, _ = task.term(name)
-            columns[name] = table.numbers(name, keep_whole=":" in loss)
-    if several or not labels:
-        return Arrays(inputs, columns, str(table.path), classes, task, table.notes, None, remarks, (features, ()))
     if task.loss == "cross_entropy" and len(labels) > 1:
         fix = "name one column, or a loss for each: task.loss: {COLUMN: cross_entropy, ...}"
         raise DataError(f"{len(labels)} columns for one cross_entropy", where="data.labels", fix=fix)
-    stacked = np.stack(list(columns.values()), axis=1) if len(labels) > 1 else columns[labels[0]]
+    inputs = np.stack([table.numbers(name) for name in features], axis=1)
+    if not config.features and not classes.run:
+        remarks = [*remarks, *_remarks_on_counters(table, inputs, features)]
+    columns = {name: table.labels(name, name, len(labels) == 1, classes, task) for name in labels}
+    if isinstance(task.loss, dict) or not labels:
+        return Arrays(inputs, columns, str(table.path), classes, task, table.notes, None, remarks, (features, ()))
+    stacked: Any = np.stack([*map(np.asarray, columns.values())], axis=1) if len(labels) > 1 else columns[labels[0]]
     names = features, labels if len(labels) > 1 else ()
     return Arrays(inputs, stacked, str(table.path), classes, task, table.notes, None, remarks, names)
 
@@ -177,21 +170,16 @@ def _of_lists(
             continue
         flat, sizes = table.lists(name)
         before = classes.run or classes.train
-        if (
-            before and name in before.inputs and not before.inputs[name].whole
-        ):  # numbers with a fraction, which may be whole in some files
+        # Numbers with a fraction may be whole in some files.
+        if before and name in before.inputs and not before.inputs[name].whole:
             flat = flat.astype(np.float64)
         # uint64 is kept: values too large for int64 are refused when samples are fetched.
         kept = flat if flat.dtype.kind == "f" or flat.dtype == np.uint64 else flat.astype(np.int64)
         inputs[name] = joined_rows(kept, sizes, f"column '{name}'", where, lengths)
     for name in labels:
-        of_classes = task.classes(name, True)
         if name in listed:
-            flat, sizes = table.lists(name, whole=of_classes)
+            flat, sizes = table.lists(name, whole=task.classes(name, True))
             columns[LABEL] = joined_rows(flat, sizes, f"column '{name}'", where, lengths, task.ignore_index)
-        elif of_classes:
-            columns[LABEL] = table.classes(name, classes.label(LABEL, True), task.ignore_index)
         else:
-            loss, _ = task.term(LABEL)
-            columns[LABEL] = table.numbers(name, keep_whole=":" in loss)
+            columns[LABEL] = table.labels(name, name, True, classes, task)
     return Arrays(inputs, columns, where, classes, task, table.notes, False, remarks)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvd_train.data.classes import NUMBER, WHOLE, Classes, Words, remarks_on_missing, values_of
+from hvd_train.config import TaskConfig
+from hvd_train.data.classes import NUMBER, WHOLE, Classes, Known, Words, remarks_on_missing, values_of
 from hvd_train.data.column import loses_differences
 from hvd_train.data.formats import parquet_size, unreadable
 from hvd_train.data.images import PART_NAMES, part_of
@@ -61,7 +62,7 @@ def names_of(path: Path) -> list[str]:
     import pyarrow
 
     if _suffix(path) not in SUFFIXES:
-        raise DataError(f"'{path.suffix}' is no table", where=str(path), fix=f"known: {', '.join(SUFFIXES)}")
+        raise DataError(f"a file '{path.suffix}' is not a table", where=str(path), fix=f"known: {', '.join(SUFFIXES)}")
     try:
         if _suffix(path) == ".jsonl":
             names = first_keys(path)
@@ -149,7 +150,9 @@ class Table:
         except (pyarrow.ArrowException, OSError, ValueError, csv.Error) as error:
             if broken:
                 row = broken[0]
-                what = f"{row.actual_columns} cells of {row.expected_columns}: '{row.text[:60]}'"
+                what = (
+                    f"the row has {row.actual_columns} cells, and the header {row.expected_columns}: '{row.text[:60]}'"
+                )
                 raise DataError(what, where=f"{path}, row {row.number - 1}", fix="correct or remove it") from error
             if "UTF8" in str(error):
                 raise _no_utf8(path, "its cells") from error
@@ -204,6 +207,15 @@ class Table:
             row = int(np.argmax(rounded))
             what = f"column '{name}' holds integers that float32 rounds: {column[row].as_py()} -> {stored[row]:.0f}"
             self.notes.append(f"{what} (leave out ids by data.features; count times from the first)")
+
+    def labels(self, name: str, label: str, alone: bool, known: Known, task: TaskConfig) -> np.ndarray | Words:
+        """Return the column ``name`` as the label ``label``: classes or numbers, as its loss asks for.
+
+        ``alone``: it is the only label.
+        """
+        if task.classes(label, alone):
+            return self.classes(name, known.label(label, alone), task.ignore_index)
+        return self.numbers(name, keep_whole=":" in task.term(label)[0])
 
     def classes(self, name: str, known: Classes, ignore: int) -> np.ndarray | Words:
         """Return a column of classes (n,), integers or words.

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import TaskConfig, TransformConfig
+from hvd_train.config.user_code import user_errors
 from hvd_train.data.augment import BUILT_IN, MOVING, RandomNumbers, no_window_fits
 from hvd_train.data.mixing import MIXING, Mixed
 from hvd_train.data.order import mix
-from hvd_train.errors import DataError, named_reason
+from hvd_train.data.wrapper import Wrapper, drawn
+from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample, Source
 
 SAME = "return the names, shapes and types that the function gets"
@@ -30,20 +32,12 @@ def catalog() -> dict[str, str]:
     }
 
 
-class Transformed:
+class Transformed(Wrapper):
     """A source that wraps another one and applies random transforms in training (``drawn``), not in ``fetch``."""
 
     def __init__(self, source: Source, sample: Sample, steps: Sequence[_Step] = ()) -> None:
-        self._source, self.sample, self._steps, self.fingerprint = source, sample, steps, source.fingerprint
-        self.note, self.ordered = getattr(source, "note", ""), getattr(source, "ordered", False)
-        self.remarks, self.files = tuple(getattr(source, "remarks", ())), getattr(source, "files", ())
-        self.rows = getattr(source, "rows", None)
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
-        return self._source.fetch(indices)
+        super().__init__(source, sample)
+        self._steps = steps
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
         fetched, labels = drawn(self._source, indices, seed, epoch)
@@ -52,12 +46,6 @@ class Transformed:
             # Each transform has its own key, so adding one does not change the random numbers of those before it.
             inputs = step(inputs, RandomNumbers(mix(mix(seed, epoch), number), np.asarray(indices)))
         return inputs, labels
-
-
-def drawn(source: Source, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
-    """Fetch samples for training in this epoch; sources without randomness return the same in each epoch."""
-    draw = getattr(source, "drawn", None)
-    return draw(indices, seed, epoch) if draw else source.fetch(indices)
 
 
 _Step = Callable[[dict[str, np.ndarray], RandomNumbers], dict[str, np.ndarray]]
@@ -101,7 +89,7 @@ def transformed(
 def _one_input(sample: Sample, config: TransformConfig, where: str) -> tuple[str, Field]:
     name = config.input or next(iter(sample.inputs))
     if name not in sample.inputs or (len(sample.inputs) > 1 and not config.input):
-        what = f"the inputs are {', '.join(sample.inputs)}"
+        what = f"it changes one input, and there are {', '.join(sample.inputs)}"
         raise DataError(what, where=where, fix=f"say which with {{name: {config.name}, input: ...}}")
     return name, sample.inputs[name]
 
@@ -139,7 +127,7 @@ def _built_in(config: TransformConfig, sample: Sample, where: str) -> _Step:
         what = f"no window of these areas and aspect ratios fits into images of {field.shape[0]} x {field.shape[1]}"
         raise DataError(what, where=where, fix="change ratio (bounds on width / height) or scale (bounds on the area)")
     if np.array(config.fill).astype(field.dtype) != config.fill:
-        what = f"fill {config.fill:g} is no {field.dtype}"
+        what = f"fill: {config.fill:g} does not fit into {field.dtype}"
         raise DataError(what, where=where, fix="give the value of a pixel as it is stored: bytes are 0 to 255")
     if config.saturation and field.shape[-1] != 3:
         what = f"{name} of shape {field.shape} has no colors"
@@ -173,16 +161,11 @@ def _user_step(function: Callable[..., Any], config: TransformConfig, where: str
         for k, (index, rng) in enumerate(zip(draws.indices, draws.generators(), strict=True)):
             sample = {name: x[k] for name, x in inputs.items()}
             value: Any = next(iter(sample.values())) if len(sample) == 1 else dict(sample)
-            try:
+            with user_errors(f"the function failed on sample {index}", where, kind=DataError):
                 made = function(value, rng, **config.options)
                 if len(sample) == 1:
                     made = {next(iter(sample)): made}
                 arrays = {name: np.asarray(x) for name, x in dict(made).items()}
-            except DataError:
-                raise
-            except Exception as error:
-                reason = named_reason(error)
-                raise DataError(f"the function failed on sample {index}: {reason}", where=where) from error
             described = {name: f"{x.shape} {x.dtype}" for name, x in arrays.items()}
             wanted = {name: f"{x.shape} {x.dtype}" for name, x in sample.items()}
             if described != wanted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.config.keys.lengths import LengthsConfig
-from hvd_train.config.user_code import user_function
+from hvd_train.config.user_code import user_errors, user_function
 from hvd_train.data.arrays import Arrays
 from hvd_train.data.classes import Known
 from hvd_train.data.column import LABEL, check_no_mask, is_class
@@ -29,11 +29,13 @@ def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_
     where = "data" if user_data is not None else f"data.name: {config.name}"
     made = user_data
     if user_data is None or callable(user_data):
-        made = _call(user_data or imported(config.name, where), config, where)
+        function = user_data or imported(config.name, where)
+        with user_errors("the function failed", where, "look at data.options too", DataError):
+            made = function(**config.options)
     listed = isinstance(made, tuple | list) and len(made) in (2, 3)
     if not listed or (len(made) == 3 and any(hasattr(part, "__array__") for part in made)):
-        fix = "it must return (train, val), or (train, val, test)"
-        raise DataError(f"gave {_describe(made)}", where=where, fix=fix)
+        fix = "give (train, val), or (train, val, test)"
+        raise DataError(f"the data are {_describe(made)}", where=where, fix=fix)
     classes, parts = known(config, request), dict[str, Source]()
     for name, part in zip(("train", "val", "test"), made, strict=False):
         if name == "test" and not request.reads_test:
@@ -45,23 +47,13 @@ def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_
             source.watch(task)
         classes = classes.after(parts[name]) if name == "train" else classes
     if not parts:
-        raise DataError("gave no samples", where=where, fix="it must return (train, val)")
+        raise DataError("there are no samples", where=where, fix="give (train, val)")
     return parts
 
 
 def imported(name: str, where: str) -> Callable[..., Any]:
     """Import a user's function; raise DataError with the reason if it cannot be imported."""
     return user_function(name, where, DataError)
-
-
-def _call(function: Callable[..., Any], config: DataConfig, where: str) -> Any:
-    try:
-        return function(**config.options)
-    except DataError:
-        raise
-    except Exception as error:
-        reason = named_reason(error)
-        raise DataError(f"the function failed: {reason}", where=where, fix="look at data.options too") from error
 
 
 def _source(
@@ -82,7 +74,7 @@ def _source(
         return UserStream(part, task, where, classes, config.images)
     if isinstance(part, dict) or len(part) != 2:
         raise DataError(
-            f"gives {_describe(part)}", where=where, fix="give (inputs, labels): two arrays, or dicts of arrays"
+            f"the part is {_describe(part)}", where=where, fix="give (inputs, labels): two arrays, or dicts of arrays"
         )
     lengths = config.lengths
     if not labelled:
@@ -164,13 +156,8 @@ class UserSource:
         return self._template.convert(inputs, labels, indices)
 
     def _fetch(self, indices: np.ndarray, *epoch: int) -> Any:
-        try:
+        with user_errors("fetch failed", self._where, kind=DataError):
             return self._user_source.fetch(indices, *epoch)
-        except DataError:
-            raise
-        except Exception as error:
-            reason = named_reason(error)
-            raise DataError(f"fetch failed: {reason}", where=self._where) from error
 
 
 def _may_be_masked(field: Field, ignore: int) -> bool:
@@ -248,15 +235,10 @@ class UserStream(UserSource):
         missing = [name for name in ("__len__", "fingerprint") if not hasattr(user_source, name)]
         if missing:
             raise DataError(f"{type(user_source).__name__} has no {', '.join(missing)}", where=where, fix=STREAMED)
-        try:
+        with user_errors("the stream failed", where, kind=DataError):
             if len(user_source) == 0:
                 raise DataError("the data set is empty", where=where)
             stream = StreamSource(user_source, where)
-        except DataError:
-            raise
-        except Exception as error:
-            reason = named_reason(error)
-            raise DataError(f"the stream failed: {reason}", where=where) from error
         super().__init__(stream, task, where, classes, images)
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
@@ -314,13 +296,35 @@ def _array(value: Any, name: str, where: str, count: int | None = None) -> Any:
         reason = named_reason(error)
         raise DataError(f"{name} are not an array of numbers: {reason}", where=where) from error
     if array.dtype.kind == "U" and array.ndim == 1 and isinstance(value, list | tuple):
-        odd = next((k for k, one in enumerate(value) if not isinstance(one, str)), None)
-        if odd is not None:  # NumPy has converted it to text, and words are numbered in alphabetical order
-            what = f"{name} hold words and numbers: {value[odd]!r} at {odd:,}"
-            raise DataError(what, where=where, fix="give all as words, or all as whole numbers")
-    if array.dtype == object and (lengths := _lengths(array)):
+        # NumPy has converted numbers among words to text, and words are numbered in alphabetical order.
+        return _of_objects(np.array(value, object), name, where, ())
+    if array.dtype != object:
+        return array
+    if lengths := _lengths(array):
         raise _ragged(name, lengths, where)
-    return array
+    return _of_objects(array, name, where, getattr(value, "columns", ()))
+
+
+def _of_objects(array: np.ndarray, name: str, where: str, columns: Sequence[Any]) -> np.ndarray:
+    """Convert Python objects, as pandas has in a column of words, to an array of text; refuse anything else.
+
+    ``columns``: the names of the last axis.
+    """
+    if not array.ndim:  # NumPy has not looked into it
+        sparse = hasattr(array.item(), "toarray")  # of SciPy
+        what = f"{name} are {'a sparse matrix, ' * sparse}{_describe(array.item())}, not an array"
+        raise DataError(what, where=where, fix="give x.toarray()" if sparse else "give an array")
+    texts = np.array([isinstance(one, str) for one in array.reshape(-1)], bool).reshape(array.shape)
+    if texts.all():
+        return array.astype(str)
+    if not texts.any():
+        what = f"{name} are Python objects, as {array.reshape(-1)[0]!r:.40}, not numbers"
+        raise DataError(what, where=where, fix="convert them: np.asarray(x, np.float32); for classes np.int64")
+    odd = tuple(np.argwhere(~texts if array.ndim == 1 else texts)[0].tolist())
+    at = f"sample {odd[0]}" + (f", column '{columns[odd[-1]]}'" if len(odd) > 1 and len(columns) else "")
+    what = f"{name} hold words and numbers: {array[odd]!r:.40} at {at}"
+    fix = "give all as words or all as numbers; leave out samples without a value"
+    raise DataError(what, where=where, fix="number the words, or leave the column out" if array.ndim > 1 else fix)
 
 
 def _lengths(value: Any) -> list[int]:

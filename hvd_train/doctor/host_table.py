@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import secrets
-import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +18,8 @@ from hvd_train.doctor.host import SIZES, reduced, shown
 from hvd_train.doctor.link_speed import HostLink, answering, measure
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, version
-from hvd_train.protocol import Communicator
+from hvd_train.launch.interfaces import interfaces
+from hvd_train.protocol import Communicator, allgather_json
 from hvd_train.report.text_tables import aligned
 from hvd_train.session import Session
 
@@ -85,7 +84,7 @@ def hosts() -> int:
 
 def _gather(session: Session, communicator: Communicator) -> list[Facts]:
     """Return the facts of every host, in the order of their first ranks. Called on all ranks."""
-    leads, addresses = communicator.local_rank == 0, interfaces()
+    leads, addresses = communicator.local_rank == 0, active_interfaces()
     with ExitStack() as until:
         # First, for all: the first rank of each host, the first host's addresses, and the file that it has written.
         mine: dict[str, Any] = {"leads": leads, "interfaces": addresses}
@@ -93,7 +92,7 @@ def _gather(session: Session, communicator: Communicator) -> list[Facts]:
             mine |= {"token": (token := secrets.token_hex(32))}
             mine |= {"port": until.enter_context(answering(token.encode()))}
             mine |= dict(zip(("file", "error"), until.enter_context(written(token)), strict=True))
-        everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(mine).encode(), "doctor")]
+        everyone = allgather_json(communicator, mine, "doctor")
         leaders, first = [k for k, one in enumerate(everyone) if one["leads"]], everyone[0]
         links: list[HostLink] = []
         for k in leaders[1:]:  # one after the other, so that each has the network to itself
@@ -104,8 +103,8 @@ def _gather(session: Session, communicator: Communicator) -> list[Facts]:
         unshared = first["error"] or (sought(first["file"], first["token"]) if leads else "")
         name, system = os.environ.get("SLURMD_NODENAME", platform.node()), file_system(Path.cwd())
         facts = Facts(name, communicator.local_size, common(session), addresses, system, unshared, links)
-        parts = communicator.allgather_bytes(json.dumps(asdict(facts)).encode(), "facts")
-    return [Facts.from_json(json.loads(parts[k])) for k in leaders]
+        all_facts = allgather_json(communicator, asdict(facts), "facts")
+    return [Facts.from_json(all_facts[k]) for k in leaders]
 
 
 def _session() -> Session:
@@ -133,17 +132,12 @@ def common(session: Session) -> dict[str, str]:
     }
 
 
-def interfaces() -> list[tuple[str, str]]:
+def active_interfaces() -> list[tuple[str, str]]:
     """Return (name, IPv4 address) of active interfaces to other hosts."""
     import psutil
 
     up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
-    return [
-        (name, kind.address)
-        for name, kinds in psutil.net_if_addrs().items()
-        for kind in kinds
-        if name in up and kind.family == socket.AF_INET and not kind.address.startswith("127.")
-    ]
+    return [pair for pair in interfaces() if pair[0] in up]
 
 
 def file_system(folder: Path) -> str:

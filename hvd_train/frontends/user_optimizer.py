@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_train.config import OptimConfig
-from hvd_train.config.user_code import user_function
-from hvd_train.errors import ConfigError, named_reason
+from hvd_train.config.user_code import user_errors, user_function
+from hvd_train.errors import ConfigError
 
 
 def build_optimizer(options: OptimConfig, parameters: Sequence[Any], names: Sequence[str], kind: type) -> Any:
@@ -22,13 +22,10 @@ def build_optimizer(options: OptimConfig, parameters: Sequence[Any], names: Sequ
     where = f"optim.name: {options.name}"
     function = user_function(options.name, where)
     values = {"names": list(names), "lr": options.lr}
-    try:
+    fix = "it is called with the list of parameters, and with names= and lr= if it takes them"
+    with user_errors("the function failed", where, fix):
         takes = inspect.signature(function).parameters
         optimizer = function(list(parameters), **{name: values[name] for name in takes if name in values})
-    except Exception as error:
-        reason = named_reason(error)
-        fix = "it is called with the list of parameters, and with names= and lr= if it takes them"
-        raise ConfigError(f"the function failed: {reason}", where=where, fix=fix) from error
     if not isinstance(optimizer, kind):
         what = f"the function gives {type(optimizer).__name__}, not an optimizer"
         raise ConfigError(what, where=where, fix=f"return a {kind.__module__}.{kind.__name__}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +10,12 @@ import numpy as np
 from hvd_train.config import Config
 from hvd_train.config.names import did_you_mean
 from hvd_train.core.agreement import collectively
+from hvd_train.data.balanced import labels_of
 from hvd_train.data.classes import all_names
 from hvd_train.data.dataset import DataSet
 from hvd_train.errors import ConfigError
-from hvd_train.protocol import Communicator, Field, Source
+from hvd_train.protocol import Communicator, Field, Source, broadcast_json
 
-PIECE = 4096  # labels to read at a time
 WHERE = "task.class_weights"
 
 
@@ -30,7 +29,7 @@ def with_class_weights(config: Config, data: DataSet, communicator: Communicator
         return config
     ((name, field),) = data.sample.labels.items()
     local = collectively(communicator, lambda: _numbers(wanted, name, field, data, ignore) if rank == 0 else [])
-    weights = json.loads(communicator.broadcast_bytes(json.dumps(local).encode()))
+    weights = broadcast_json(communicator, local)
     return config.model_copy(update={"task": config.task.model_copy(update={"class_weights": weights})})
 
 
@@ -65,9 +64,7 @@ def _numbers(wanted: Any, name: str, field: Field, data: DataSet, ignore: int) -
 def class_counts(source: Source, name: str, classes: int, ignored: int | None = None) -> np.ndarray:
     """Count the labels of each class (classes,), except missing and ``ignored`` ones."""
     counts = np.zeros(classes)
-    read = getattr(source, "label", None) or (lambda name, places: source.fetch(places)[1][name])
-    for start in range(0, len(source), PIECE):
-        labels = np.asarray(read(name, np.arange(start, min(start + PIECE, len(source))))).reshape(-1)
+    for labels in labels_of(source, name):
         known = labels[(labels >= 0) & (labels < classes) & (labels != ignored)]
-        counts += np.bincount(known.astype(np.int64), minlength=classes)
+        counts += np.bincount(known, minlength=classes)
     return counts

@@ -29,6 +29,7 @@ from hvd_train.launch import job_folders, snapshots
 from hvd_train.launch.environment import keep_memory, world
 from hvd_train.launch.failed_rank import end_at_once
 from hvd_train.launch.signals import SignalListener
+from hvd_train.protocol import broadcast_json
 from hvd_train.run_folder import layout
 from hvd_train.run_folder.answering import FileWatch
 from hvd_train.run_folder.lock import Lock
@@ -190,14 +191,14 @@ def _compression_of(job: Job, snapshot: Snapshot | None) -> str:
     # ``auto`` keeps the run's first choice, because a new measurement could choose another one.
     if snapshot and compression == "auto":
         compression = snapshot.meta["compression"]
-    return job.communicator.broadcast_bytes(compression.encode()).decode()
+    return broadcast_json(job.communicator, compression)
 
 
 def _phase_of(job: Job, snapshot: Snapshot | None) -> int:
     """Return the epoch since which the snapshot's trained weights have been the same (optim.groups). Rank 0 has the
     snapshot."""
     phase = snapshot.progress.phase if snapshot else 0
-    return int(job.communicator.broadcast_bytes(str(phase).encode()))
+    return broadcast_json(job.communicator, phase)
 
 
 def _rank_check(job: Job) -> list[Hook]:

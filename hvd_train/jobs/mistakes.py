@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from heapq import nsmallest
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.jobs.confusion import classes_of, label_of, labeled, logits_of, names_of
 from hvd_train.jobs.job import Job
 from hvd_train.jobs.prediction_files import sample_names, softmax
-from hvd_train.protocol import Field, one_or_all
+from hvd_train.protocol import Field, allgather_json, one_or_all
 from hvd_train.report.plots import images
 from hvd_train.report.text_tables import table
 
@@ -41,8 +40,7 @@ def mistakes(job: Job) -> list[Mistake]:
         wrong = (predicted != labels) & labeled(job, labels, field, classes)
         rows = zip((1 - chances.max(1))[wrong], batch.indices[wrong], labels[wrong], predicted[wrong], strict=True)
         worst = nsmallest(MOST, [*worst, *((float(p), int(i), int(y), int(k)) for p, i, y, k in rows)])
-    parts = job.communicator.allgather_bytes(json.dumps(worst).encode())
-    return nsmallest(MOST, [tuple(one) for part in parts for one in json.loads(part)])
+    return nsmallest(MOST, [tuple(one) for part in allgather_json(job.communicator, worst) for one in part])
 
 
 def show_mistakes(job: Job, worst: list[Mistake], picture: Path) -> str:

@@ -19,16 +19,24 @@ from hvd_train.protocol import Batch, Communicator, Field, one_or_all
 from hvd_train.run_folder.terminal import say
 
 
-def check_output(config: Config, output: Path, overwrite: bool) -> None:
-    """Raise ConfigError for existing output files, before any work, on the rank that writes."""
-    names = [name for name in config.task.terms if name]
-    existing = [path for path in map(partial(_file_of, output), names or [""]) if path.exists()]
+def check_output(config: Config, output: Path, overwrite: bool, names: bool) -> None:
+    """Raise ConfigError for output files that cannot be written so, before any work.
+
+    ``names``: a table of classes is wanted. Existing files are refused on the rank that writes.
+    """
+    if names:
+        _check_names(config, output)
+    elif output.suffix not in (".npy", ""):
+        what = "the predictions are written as .npy"
+        raise ConfigError(what, where=f"-o {output}", fix="end its name in .npy; a .csv file is for --names")
+    outputs = [name for name in config.task.terms if name]
+    existing = [path for path in map(partial(_file_of, output), outputs or [""]) if path.exists()]
     if existing and not overwrite and world().rank == 0:
         fix = "give --overwrite, or another place with -o"
         raise ConfigError("the file exists already", where=str(existing[0]), fix=fix)
 
 
-def check_names(config: Config, output: Path) -> None:
+def _check_names(config: Config, output: Path) -> None:
     """Refuse ``--names`` without classes or without a CSV file."""
     other = {name: loss for name, (loss, _) in config.task.terms.items() if not _of_classes(config, name, loss)}
     if other:

@@ -14,7 +14,7 @@ from hvd_train.config import Config
 from hvd_train.data.dataset import DataSet
 from hvd_train.errors import CheckpointError
 from hvd_train.launch import snapshots
-from hvd_train.protocol import Communicator
+from hvd_train.protocol import Communicator, broadcast_json
 from hvd_train.run_folder import layout
 from hvd_train.run_folder.terminal import warn
 
@@ -27,7 +27,7 @@ def resumes(config: Config, communicator: Communicator, resume: str | None) -> b
     if resume is None:
         return False
     begun = resume != "auto" or bool(store.find(Path(config.run_dir) / "checkpoints")) or _has_snapshot()
-    return bool(communicator.broadcast_bytes(b"1" if communicator.rank == 0 and begun else b""))
+    return broadcast_json(communicator, begun)
 
 
 def _has_snapshot() -> bool:
@@ -56,8 +56,8 @@ def split_as_before(config: Config, communicator: Communicator, resume: str | No
             same &= before.get("devices_per_rank") == parallel.devices_per_rank
             if same and before.get("split") != "auto":
                 split = before["split"]
-    split = json.loads(communicator.broadcast_bytes(json.dumps(split).encode()))
-    return config.model_copy(update={"parallel": parallel.model_copy(update={"split": split or "auto"})})
+    update = {"split": broadcast_json(communicator, split) or "auto"}
+    return config.model_copy(update={"parallel": parallel.model_copy(update=update)})
 
 
 def _place(config: Config, resume: str) -> Path:
@@ -82,7 +82,8 @@ def find_checkpoint(
     if resume in ("auto", "last"):
         snapshot = store.newest(run_dir / "checkpoints", warn, snapshots.folder_of_rank())
         if snapshot is None and resume == "last":
-            raise CheckpointError("there is no checkpoint to resume from", where=str(run_dir / "checkpoints"))
+            fix = "give --resume auto, which begins without one"
+            raise CheckpointError("there is no checkpoint to resume from", where=str(run_dir / "checkpoints"), fix=fix)
     else:
         snapshot = store.load(store.resolve(run_dir, resume, *best_rule(config), warn))
     if snapshot is None:

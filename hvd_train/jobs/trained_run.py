@@ -17,11 +17,12 @@ from hvd_train.config import Config, load_config
 from hvd_train.config.user_code import look_in, source_of
 from hvd_train.core.agreement import collectively
 from hvd_train.data.catalog import check_path, open_data
-from hvd_train.data.dataset import DataRequest, DataSet
-from hvd_train.errors import ConfigError, DataError
+from hvd_train.data.dataset import DataRequest
+from hvd_train.errors import ConfigError
 from hvd_train.files import ours_alone
 from hvd_train.jobs.job import Job, build_job
 from hvd_train.jobs.resume import best_rule, saved_vocabulary
+from hvd_train.protocol import broadcast_json
 from hvd_train.run_folder.terminal import say, warn
 from hvd_train.session import Session
 
@@ -37,14 +38,15 @@ def trained_config(
         return load_config(path, sets, run_dir=run_dir).restoring().without_stages(), {}
     if run_dir is None:
         raise ConfigError(
-            "which run?", fix="give --run-dir FOLDER (the checkpoint's configuration is used), or -c FILE"
+            "no run is named", fix="give --run-dir FOLDER (the checkpoint's configuration is used), or -c FILE"
         )
     folder = Path(run_dir)
     if not folder.exists():
         fix = "" if folder.is_absolute() else f"it starts in the current folder, {Path.cwd()}"
         raise ConfigError("there is no such run folder", where=run_dir, fix=fix)
     if not (folder / "checkpoints").is_dir() and not (folder / "config.yaml").exists():
-        raise ConfigError("the folder is not a run folder: it holds no checkpoints and no config.yaml", where=run_dir)
+        what = "the folder is not a run folder: it holds no checkpoints and no config.yaml"
+        raise ConfigError(what, where=run_dir, fix="give the --run-dir of a training")
 
     def saved(place: Path) -> Config:
         config = load_config(None, sets, base=store.config_of(place), run_dir=run_dir)
@@ -109,7 +111,7 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
     with session.opened() as communicator:
         snapshot = collectively(communicator, lambda: None if communicator.rank else choose_checkpoint(config, which))
         facts = collectively(communicator, partial(_facts, snapshot, Path(config.run_dir)))
-        meta = json.loads(communicator.broadcast_bytes(json.dumps(facts).encode()))
+        meta = broadcast_json(communicator, facts)
         config = _with_weights_of_run(config, meta)
         if config.data.path != meta["config"]["data"]["path"]:
             collectively(communicator, lambda: check_path(config.data))  # so that one rank prints it
@@ -117,7 +119,6 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
         split = split or ("val" if same else "all")
         request = DataRequest(run, split, labels or split in ("train", "val"), vocabulary=meta["vocabulary"])
         data = collectively(communicator, lambda: open_data(config.data, config.task, request=request))
-        collectively(communicator, lambda: check_vocabulary(config, data, meta["vocabulary"]))
         job = build_job(config, session, data, split)
         if communicator.rank == 0:
             _print_notes(job, same, meta["data"])
@@ -160,14 +161,6 @@ def _same_data(config: Config, meta: Mapping[str, Any]) -> bool:
     # Compare resolved paths, because the run may have been started in another folder.
     places = [path and Path(path).expanduser().resolve() for path in (before["path"], now.path)]
     return before["name"] == now.name and before["options"] == now.options and places[0] == places[1]
-
-
-def check_vocabulary(config: Config, data: DataSet, vocabulary: str) -> None:
-    """Refuse text with token ids of another vocabulary than the run's ("" if the run saved none)."""
-    if vocabulary and data.vocabulary and json.loads(vocabulary) != json.loads(data.vocabulary):
-        what = "the text was numbered by another vocabulary than the run's"
-        fix = "number it by vocabulary.json of the run, with data.vocabulary"
-        raise DataError(what, where=config.data.path or "data", fix=fix)
 
 
 def _print_notes(job: Job, same_data: bool, before: Mapping[str, Any]) -> None:

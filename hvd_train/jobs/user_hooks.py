@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hvd_train.config import Config
-from hvd_train.config.user_code import user_function
+from hvd_train.config.user_code import user_errors, user_function
 from hvd_train.core.hooks import Hook
-from hvd_train.errors import ConfigError, named_reason
+from hvd_train.errors import ConfigError
 
 
 def hooks_of(config: Config) -> list[Hook]:
@@ -15,12 +15,8 @@ def hooks_of(config: Config) -> list[Hook]:
 
 def _made(name: str, where: str) -> Hook:
     named = user_function(name, where)
-    try:
+    with user_errors("it cannot be created", where, "it is called without arguments, once on each rank"):
         hook = named if isinstance(named, Hook) else named()
-    except Exception as error:
-        reason = named_reason(error)
-        fix = "it is called without arguments, once on each rank"
-        raise ConfigError(f"it cannot be created: {reason}", where=where, fix=fix) from error
     if not isinstance(hook, Hook):
         fix = "derive its class from hvd_train.Hook"
         raise ConfigError(f"it gives {type(hook).__name__}, which is not a hook", where=where, fix=fix)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hvd_train import __version__
 from hvd_train.errors import CommunicationError, ConfigError, amount
+from hvd_train.launch.interfaces import interfaces
 
 # Horovod's launcher passes names to a shell, so they may hold no character that is special there.
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -51,6 +52,11 @@ class Hosts:
     def words(self) -> str:
         return ",".join(f"{host}:{count}" for host, count in self.slots.items())
 
+    @property
+    def options(self) -> list[str]:
+        """Return the options of ``fit`` that name these hosts."""
+        return ["-H", self.words, *(["--network-interfaces", self.interfaces] if self.interfaces else [])]
+
     def needed(self, num_proc: int) -> list[str]:
         """Return the hosts for ``num_proc`` ranks, filled one after the other."""
         left, names = num_proc, []
@@ -73,35 +79,40 @@ def parse(hosts: str | None, hostfile: Path | None, interfaces: str | None) -> H
     if hosts and hostfile:
         raise ConfigError("--hosts and --hostfile name the hosts twice", where="--hostfile", fix="give one of them")
     if interfaces and not re.fullmatch(r"[\w.:,-]+", interfaces):
-        raise ConfigError(f"{interfaces!r} is not a list of networks", where="--network-interfaces", fix="eth0,ib0")
+        raise ConfigError(
+            f"{interfaces!r} is not a list of networks",
+            where="--network-interfaces",
+            fix="give names, such as eth0,ib0",
+        )
     if hosts:
         rows = [(f"--hosts {hosts}", row) for row in hosts.split(",")]
     elif hostfile:
         try:
             lines = hostfile.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot be read: {error}", where=f"--hostfile {hostfile}") from error
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise ConfigError(f"the file cannot be read: {reason}", where=f"--hostfile {hostfile}") from error
         rows = [(f"{hostfile}:{k}", line.partition("#")[0].strip()) for k, line in enumerate(lines, 1)]
         rows = [(where, row) for where, row in rows if row]
     else:
         if interfaces:
             fix = "give --hosts or --hostfile too: ranks of one host need no network"
-            raise ConfigError("of which hosts", where="--network-interfaces", fix=fix)
+            raise ConfigError("no hosts are named", where="--network-interfaces", fix=fix)
         return None
     slots: dict[str, int] = {}
     for where, row in rows:
         match = re.fullmatch(r"([^\s:]+)(?::(\d+)|\s+slots\s*=\s*(\d+))?(\s+max[-_]slots\s*=\s*\d+)?", row)
         if not match or not NAME.fullmatch(match[1]) or not (match[2] or match[3] or "1").strip("0"):
-            fix = "HOST:SLOTS[,HOST:SLOTS ...], or in a file a line 'HOST slots=N' each"
-            raise ConfigError(f"{row!r} is no host", where=where, fix=fix)
+            fix = "write HOST:SLOTS[,HOST:SLOTS ...], or in a file a line 'HOST slots=N' each"
+            raise ConfigError(f"{row!r} is not a host", where=where, fix=fix)
         if match[1].lower() in (host.lower() for host in slots):  # host names are case-insensitive
             raise ConfigError(f"{match[1]} stands twice", where=where, fix="give it once, with all its slots")
         count = match[2] or match[3] or "1"
         if len(count) > len(str(MOST_SLOTS)) or int(count) > MOST_SLOTS:
-            raise ConfigError(f"{count[:30]} slots on {match[1]}", where=where, fix=f"a host takes up to {MOST_SLOTS}")
+            raise ConfigError(f"{match[1]} has {count[:30]} slots", where=where, fix=f"a host takes up to {MOST_SLOTS}")
         slots[match[1]] = int(count)
     if not slots:
-        raise ConfigError("names no host", where=f"--hostfile {hostfile}")
+        raise ConfigError("the file names no host", where=f"--hostfile {hostfile}")
     return Hosts(slots, interfaces or "")
 
 
@@ -109,9 +120,13 @@ def spread(hosts: Hosts | None, num_proc: int | None, nnodes: int | None, each: 
     """Return the first ``nnodes`` hosts (None: all) with ``each`` ranks (None: one a slot), and the number of ranks."""
     if hosts is None:
         fix = "give --hosts or --hostfile, or within an allocation --launcher srun"
-        raise ConfigError("of which hosts", where="--nnodes, --nproc-per-node", fix=fix)
+        raise ConfigError("no hosts are named", where="--nnodes, --nproc-per-node", fix=fix)
     if nnodes and nnodes > len(hosts.slots):
-        raise ConfigError(f"{nnodes} of {len(hosts.slots)} hosts", where="--nnodes", fix="name more, or ask for fewer")
+        raise ConfigError(
+            f"{nnodes} hosts are wanted, and {len(hosts.slots)} are named",
+            where="--nnodes",
+            fix="name more, or ask for fewer",
+        )
     chosen = dict(list(hosts.slots.items())[:nnodes])
     for host, count in chosen.items():
         if each and each > count:
@@ -125,7 +140,9 @@ def ranks_in_all(num_proc: int | None, total: int) -> int:
     """Return ``total``. Raises ConfigError if ``-np`` is another number."""
     if num_proc not in (None, total):
         fix = "leave out -np"
-        raise ConfigError(f"-np {num_proc}, but {total} ranks", where="--nnodes, --nproc-per-node", fix=fix)
+        raise ConfigError(
+            f"-np {num_proc} differs from the {total} ranks of these hosts", where="--nnodes, --nproc-per-node", fix=fix
+        )
     return total
 
 
@@ -150,7 +167,7 @@ def look(hosts: Sequence[str]) -> None:
             raise ConfigError(f"{sys.executable} does not run hvd_train there: {error}", where=where, fix=fix)
         if out != __version__:
             fix = "install the same version on all hosts"
-            raise ConfigError(f"it has hvd_train {out}, this host {__version__}", where=where, fix=fix)
+            raise ConfigError(f"hvd_train is {out} there, and {__version__} here", where=where, fix=fix)
 
 
 def asked(hosts: Sequence[str], code: str = VERSION) -> dict[str, tuple[int, str, str]]:
@@ -171,7 +188,9 @@ def asked(hosts: Sequence[str], code: str = VERSION) -> dict[str, tuple[int, str
         except subprocess.TimeoutExpired:
             return 124, "", ""
         except OSError as error:
-            raise ConfigError(f"ssh: {error.strerror}", where="--hosts", fix="install an ssh client") from error
+            raise ConfigError(
+                f"ssh cannot be run: {error.strerror}", where="--hosts", fix="install an ssh client"
+            ) from error
         return done.returncode, done.stdout.strip(), (done.stderr.strip().splitlines() or [""])[-1]
 
     with ThreadPoolExecutor(min(32, len(hosts))) as pool:
@@ -180,12 +199,7 @@ def asked(hosts: Sequence[str], code: str = VERSION) -> dict[str, tuple[int, str
 
 def check_way_back(hosts: Sequence[str]) -> str:
     """Let the hosts connect back to this one over TCP. Returns an error line that names those that cannot, or ""."""
-    import psutil
-
-    all_addresses = [
-        one.address for kinds in psutil.net_if_addrs().values() for one in kinds if one.family == socket.AF_INET
-    ]
-    addresses = [address for address in all_addresses if not address.startswith("127.")]
+    addresses = [address for _, address in interfaces()]
     with socket.create_server(("", 0), backlog=2 * len(hosts)) as server:
         port = server.getsockname()[1]
         answers = asked(hosts, CONNECT.format(addresses=addresses, port=port))

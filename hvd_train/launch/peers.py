@@ -12,13 +12,13 @@ import json
 import os
 import platform
 import secrets
-import socket
 import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvd_train.launch import heartbeat
+from hvd_train.launch.interfaces import interfaces
 from hvd_train.launch.status import StatusSlot, StatusTable, host_key, supported, verdict_path
 from hvd_train.launch.watchdog import DEAD, Watchdog, state
 
@@ -113,16 +113,9 @@ def _beat(communicator: Communicator, job: heartbeat.HostArguments, first: bool)
 
 def host_addresses() -> list[str]:
     """Return this host's IPv4 addresses, those of networks that the user named first and loopback last."""
-    import psutil
-
     named = ",".join(os.environ.get(name, "") for name in ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include"))
-    addresses = [
-        (name not in named.split(","), one.address)
-        for name, kinds in psutil.net_if_addrs().items()
-        for one in kinds
-        if one.family == socket.AF_INET and not one.address.startswith("127.")
-    ]
-    return [*(address for _, address in sorted(addresses, key=lambda pair: pair[0])), "127.0.0.1"]
+    named_first = sorted(interfaces(), key=lambda pair: pair[0] not in named.split(","))
+    return [*(address for _, address in named_first), "127.0.0.1"]
 
 
 def cause_reported() -> bool:

@@ -33,8 +33,10 @@ from typing import Any, NamedTuple
 
 from hvd_train.errors import CommunicationError, stopped_code
 from hvd_train.launch.hosts import ALIVE, SSH, Hosts, parse, travelling
+from hvd_train.launch.interfaces import interface_of, interfaces
+from hvd_train.launch.launchers.base import LOST_FIX
 from hvd_train.launch.launchers.installed import python
-from hvd_train.launch.rendezvous.endpoint import LOOPBACK, Endpoint, interface_of
+from hvd_train.launch.rendezvous.endpoint import LOOPBACK, Endpoint
 from hvd_train.launch.rendezvous.server import RendezvousServer
 from hvd_train.launch.world import World
 
@@ -44,7 +46,6 @@ SSH_FAILED = 255  # ssh(1): its own code, whatever the remote command would retu
 GRACE_SECONDS = 8.0  # for ranks to end after SIGTERM; then they are killed
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SUSPENDING = (signal.SIGTSTP, signal.SIGCONT)
-FIX = "look for a crash or too little memory; --resume auto goes on from there"
 
 
 @dataclass
@@ -161,7 +162,7 @@ class Children:
                 # This also finds a killed rank that takes longer to end than the ranks that lost it.
                 if cause := bool(self._host) and not child.ssh and lost and not named and self._is_cause(code):
                     how = f"{child.name} on host {self._host} was ended by {signal.Signals(-code).name}"
-                    print(f"error: {CommunicationError(how, fix=FIX)}", file=sys.stderr, flush=True)
+                    print(f"error: {CommunicationError(how, fix=LOST_FIX)}", file=sys.stderr, flush=True)
                     named = True
                 if not code or first:
                     continue
@@ -234,6 +235,7 @@ def start(size: int, hosts: Hosts | None, program: list[str]) -> int:
     server = RendezvousServer("" if remote else LOOPBACK, 0, secrets.token_hex(32), size)
     networks = hosts.interfaces.split(",") if hosts and hosts.interfaces else []
     network = (networks or [_interface_to(remote) if remote else "lo"])[0]
+    addresses = [address for name, address in interfaces() if name in networks or not networks]
     port, token = server.server_port, server.token
     children = Children(platform.node() if hosts else "")
     with children.forwarding_signals():
@@ -242,7 +244,7 @@ def start(size: int, hosts: Hosts | None, program: list[str]) -> int:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for host, group in ranks.items():
             if host in remote:
-                way = {"host": host, "addresses": _addresses(networks), "networks": networks}
+                way = {"host": host, "addresses": addresses, "networks": networks}
                 common = {"common": travelling(os.environ), "program": program}
                 children.reach(host, {"port": port, "token": token, "ranks": group} | way | common)
             else:
@@ -263,19 +265,6 @@ def is_here(host: str) -> bool:
         address = socket.gethostbyname(host)
         return address.startswith("127.") or bool(interface_of(address))
     return False  # an alias in ssh's configuration
-
-
-def _addresses(networks: Sequence[str]) -> list[str]:
-    """Return the IPv4 addresses of this host on ``networks``, or on all interfaces."""
-    import psutil
-
-    addresses = [
-        one.address
-        for name, kinds in psutil.net_if_addrs().items()
-        for one in kinds
-        if one.family == socket.AF_INET and (name in networks or not networks)
-    ]
-    return [address for address in addresses if not address.startswith("127.")]
 
 
 def _interface_to(hosts: Sequence[str]) -> str:

@@ -127,7 +127,7 @@ def plan(
     if chosen.in_allocation and not world().launcher:
         if hosts or restarts.most:
             option = "--hosts" if hosts else "--max-restarts"
-            raise ConfigError(f"{launcher} takes none", where=option, fix=chosen.no_hosts)
+            raise ConfigError(f"{launcher} takes no {option}", fix=chosen.no_hosts)
         return InAllocation(chosen, Layout(num_proc, None, nnodes, nproc_per_node))
     if nnodes or nproc_per_node:
         hosts, num_proc = spread(hosts, num_proc, nnodes, nproc_per_node)
@@ -135,7 +135,7 @@ def plan(
         return None
     if num_proc is None:
         option = "--max-restarts" if restarts.most else "--hosts"
-        raise ConfigError(f"{option} is about ranks that -np starts", fix="give -np, or leave it out")
+        raise ConfigError(f"{option} needs -np, the number of ranks", fix="give -np, or leave it out")
     if hosts and restarts.most:
         fix = "leave it out, and start again with --resume auto"
         raise ConfigError("ranks of several hosts are not started again", where="--max-restarts", fix=fix)

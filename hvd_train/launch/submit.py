@@ -138,7 +138,7 @@ def contained(command: str | None) -> list[str]:
     try:
         return shlex.split(command or "")
     except ValueError as error:
-        raise ConfigError(f"{command!r} is no command: {error}", where=f"{WHERE}: container") from error
+        raise ConfigError(f"{command!r} is not a command: {error}", where=f"{WHERE}: container") from error
 
 
 def _words(command: Sequence[str]) -> str:

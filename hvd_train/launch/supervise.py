@@ -23,7 +23,7 @@ from hvd_train.checkpoint import store
 from hvd_train.errors import CommunicationError, ConfigError, amount, nothing_saved, stopped_code
 from hvd_train.launch import process, start
 from hvd_train.launch.launchers import NONE, choose
-from hvd_train.launch.launchers.base import Launcher
+from hvd_train.launch.launchers.base import LOST_FIX, Launcher
 from hvd_train.launch.spares import Spares
 from hvd_train.launch.status import VARIABLE, StatusTable, supported
 from hvd_train.launch.watchdog import Watchdog
@@ -32,7 +32,6 @@ from hvd_train.run_folder.terminal import say
 
 IDLE_RESTARTS = 2  # give up after so many restarts in a row without progress
 FINAL = {2, 3, 4, 6}  # exit codes of user errors, and of failures that would repeat
-FIX = "look for a crash or too little memory; --resume auto goes on from there"
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def _final_code(attempt: Attempt) -> int | None:
 def _give_up(cause: Cause, restarts: int, idle: int) -> int:
     stuck = f"; {restarts} restarts, of which the last {idle} came no further" if idle == IDLE_RESTARTS else ""
     if cause.silent:
-        fix = f"its stack: {cause.kept}; --resume auto goes on" if cause.kept else FIX
+        fix = f"its stack: {cause.kept}; --resume auto goes on" if cause.kept else LOST_FIX
         raise CommunicationError(f"{_who(cause)}{cause.what}{stuck}", where=cause.place, fix=fix)
     if restarts:
         say(f"given up: {_words(cause)}{stuck or f'; {restarts} restarts'}", err=True)

@@ -90,5 +90,5 @@ def way(name: str) -> Way:
 def ways(names: str | None, ranks: int) -> Sequence[Way]:
     """Return the ways in a comma-separated list, or the default ones. Raises ConfigError."""
     if ranks < 2:
-        raise ConfigError("ranks have nothing to exchange alone", where="-np", fix="give -np 2, or more")
+        raise ConfigError("a single rank has nothing to exchange", where="-np", fix="give -np 2, or more")
     return [way(name) for name in dict.fromkeys(names.split(",") if names else standard())]

@@ -4,7 +4,15 @@ A *tensor* below is whatever the front-end computes with (``torch.Tensor``, ``tf
 State is an argument and a result: nothing here hides a dictionary, so the same code runs eagerly and traced.
 """
 
-from hvd_train.protocol.communicator import Communicator, CommunicatorModule, Groups, StageLinks, Window
+from hvd_train.protocol.communicator import (
+    Communicator,
+    CommunicatorModule,
+    Groups,
+    StageLinks,
+    Window,
+    allgather_json,
+    broadcast_json,
+)
 from hvd_train.protocol.data import (
     PARTNER,
     SHARE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -89,6 +90,16 @@ class Communicator(Protocol):
 
         It is an earlier one, or ``error``, which a transfer raised. It is kept even if the exception is caught.
         """
+
+
+def broadcast_json(communicator: Communicator, value: Any) -> Any:
+    """Return rank 0's value on all ranks."""
+    return json.loads(communicator.broadcast_bytes(json.dumps(value).encode()))
+
+
+def allgather_json(communicator: Communicator, value: Any, name: str = "bytes") -> list[Any]:
+    """Return the values of all ranks, in rank order; ``name``: as in ``allgather_bytes``."""
+    return [json.loads(part) for part in communicator.allgather_bytes(json.dumps(value).encode(), name)]
 
 
 class StageLinks(Protocol):

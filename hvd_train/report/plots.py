@@ -60,7 +60,7 @@ def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
     lines = [row for _, rows in runs for row in rows if row["event"] == "val"]
     metrics = [*dict.fromkeys(["loss", *(key for row in lines for key in row if key not in fixed)])]
     across, down = min(COLUMNS, len(metrics)), -(-len(metrics) // COLUMNS)
-    figure = _figure(5 * across, 3.8 * down)
+    figure = new_figure(5 * across, 3.8 * down)
     axes = [figure.add_subplot(down, across, k + 1) for k in range(len(metrics))]
     for k, (name, rows) in enumerate(runs):
         # Curves of equal runs coincide: markers at different positions keep each visible.
@@ -76,7 +76,7 @@ def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
     # One legend for all axes: within the axes it would hide the curves.
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8, handlelength=4)
-    _write(figure, picture)
+    write_figure(figure, picture)
 
 
 def set_ticks(axis: Any, values: Sequence[float], log: bool) -> None:
@@ -103,21 +103,21 @@ def set_ticks(axis: Any, values: Sequence[float], log: bool) -> None:
 
 def rates(steps: Sequence[int], values: Sequence[float], steps_per_epoch: int, title: str, picture: Path) -> None:
     """Plot the learning rate over steps, with epochs on the upper axis."""
-    figure = _figure(7, 3.8)
+    figure = new_figure(7, 3.8)
     axis = figure.add_subplot()
     axis.plot(steps, values)
     axis.set(xlabel="step", ylabel="learning rate", title=title)
     axis.grid(alpha=0.3)
     scale: Any = (lambda x: x / steps_per_epoch, lambda x: x * steps_per_epoch)
     axis.secondary_xaxis("top", scale).set_xlabel("epoch")
-    _write(figure, picture)
+    write_figure(figure, picture)
 
 
 def range_test(
     values: Sequence[float], losses: Sequence[float], means: Sequence[float], suggested: float | None, picture: Path
 ) -> None:
     """Plot the loss of each step and its running mean over the learning rate, on a logarithmic axis."""
-    figure = _figure(7, 3.8)
+    figure = new_figure(7, 3.8)
     axis = figure.add_subplot()
     axis.semilogx(values, losses, color="C0", alpha=0.3, label="loss of a step")
     axis.semilogx(values, means, color="C0", label="running mean")
@@ -127,7 +127,7 @@ def range_test(
     axis.set(xlabel="learning rate", ylabel="loss", ylim=(None, 1.5 * max(means[0], min(means))))
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    _write(figure, picture)
+    write_figure(figure, picture)
 
 
 def losses(curves: Mapping[str, Sequence[tuple[int, float]]], seconds: Mapping[str, float], picture: Path) -> None:
@@ -135,7 +135,7 @@ def losses(curves: Mapping[str, Sequence[tuple[int, float]]], seconds: Mapping[s
 
     ``curves``: {name: (samples, loss) pairs}; ``seconds``: {name: seconds per sample}.
     """
-    figure = _figure(12, 4.5)
+    figure = new_figure(12, 4.5)
     left, right = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
     for k, (name, points) in enumerate(curves.items()):
         # Ten colors, then the same ones dashed.
@@ -150,13 +150,13 @@ def losses(curves: Mapping[str, Sequence[tuple[int, float]]], seconds: Mapping[s
     for axis in (left, right):
         axis.grid(alpha=0.3)
     figure.legend(loc="outside right center", fontsize=8)
-    _write(figure, picture)
+    write_figure(figure, picture)
 
 
 def matrix(counts: Any, names: Sequence[str], picture: Path) -> None:
     """Plot a confusion matrix (K, K): colors show shares of each row, numbers show counts."""
     size = min(3 + 0.45 * len(names), 16)
-    figure = _figure(size, size)
+    figure = new_figure(size, size)
     axis = figure.add_subplot()
     shares = counts / counts.sum(1, keepdims=True).clip(min=1)
     axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
@@ -170,14 +170,14 @@ def matrix(counts: Any, names: Sequence[str], picture: Path) -> None:
                 if counts[i, j]:
                     color = "white" if shares[i, j] > 0.5 else "black"
                     axis.text(j, i, f"{counts[i, j]:.0f}", ha="center", va="center", color=color, fontsize=8)
-    _write(figure, picture)
+    write_figure(figure, picture)
 
 
 def images(pixels: Any, titles: Sequence[str], picture: Path) -> None:
     """Plot images (n, height, width, channels) with titles, in color for 3 channels, else the first channel in gray."""
     across = min(4, len(titles))
     down = -(-len(titles) // across)
-    figure = _figure(2.2 * across, 2.6 * down)
+    figure = new_figure(2.2 * across, 2.6 * down)
     for k, (image, title) in enumerate(zip(pixels, titles, strict=True)):
         axis = figure.add_subplot(down, across, k + 1)
         low, high = float(image.min()), float(image.max())
@@ -185,10 +185,10 @@ def images(pixels: Any, titles: Sequence[str], picture: Path) -> None:
         axis.imshow(image if image.shape[-1] == 3 else image[..., 0], cmap="gray", vmin=0, vmax=1)
         axis.set_title(title, fontsize=9)
         axis.axis("off")
-    _write(figure, picture)
+    write_figure(figure, picture)
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     """Make a figure of this size in inches; needs no display."""
     import matplotlib
 
@@ -198,7 +198,8 @@ def _figure(width: float, height: float) -> Any:
     return pyplot.figure(figsize=(width, height), layout="constrained")
 
 
-def _write(figure: Any, picture: Path) -> None:
+def write_figure(figure: Any, picture: Path) -> None:
+    """Write a figure and close it. Raises CheckpointError."""
     from matplotlib import pyplot
 
     try:

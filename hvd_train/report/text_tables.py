@@ -78,12 +78,12 @@ def summary(run_dir: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         if not run_dir.is_dir():
             raise ConfigError("there is no such run folder", where=str(run_dir)) from error
-        raise CheckpointError("holds no finished run", where=str(run_dir)) from error
+        raise CheckpointError("the folder holds no finished run", where=str(run_dir)) from error
     numbers = {name: float(values[name]) for name in SHOWN if type(values.get(name)) is int and SHOWN[name] is float}
     values |= numbers
     wrong = [name for name, kind in SHOWN.items() if type(values.get(name)) is not kind]
     if wrong:
-        what = f"is damaged: it is not the summary of a run ({', '.join(wrong)})"
+        what = f"the file is damaged: it is not the summary of a run ({', '.join(wrong)})"
         raise CheckpointError(what, where=str(path))
     return values
 

@@ -74,7 +74,7 @@ def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
                 elif line.endswith(b"\n") or not line.startswith(b"{") or b"\0" in line:
                     damaged += 1
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        raise CheckpointError(f"the log cannot be read: {error.strerror}", where=str(path)) from error
     return rows, damaged
 
 

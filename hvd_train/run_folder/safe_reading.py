@@ -28,7 +28,7 @@ def content(path: Path, most: int = MAX_BYTES) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        raise CheckpointError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def json_object(path: Path) -> dict[str, Any]:
     try:
         return parsed(content(path))
     except ValueError as error:
-        raise CheckpointError(f"is damaged: {error}", where=str(path)) from error
+        raise CheckpointError(f"the file is damaged: {error}", where=str(path)) from error
 
 
 def yaml_object(path: Path) -> dict[str, Any]:

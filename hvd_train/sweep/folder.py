@@ -76,7 +76,9 @@ def begin(sweep: Sweep, resume: bool) -> None:
     except FileNotFoundError as error:
         raise ConfigError("there is no sweep to continue", where=str(path), fix="leave out --resume") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be used: {str(error).splitlines()[0]}", where=str(path)) from error
+        raise CheckpointError(
+            f"the plan of the sweep cannot be used: {str(error).splitlines()[0]}", where=str(path)
+        ) from error
 
 
 def load(folder: Path) -> Sweep:
@@ -92,7 +94,9 @@ def load(folder: Path) -> Sweep:
     except FileNotFoundError as error:
         raise ConfigError("the folder holds no sweep", where=str(folder), fix="give the --run-dir of one") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"cannot be used: {str(error).splitlines()[0]}", where=str(path)) from error
+        raise CheckpointError(
+            f"the plan of the sweep cannot be used: {str(error).splitlines()[0]}", where=str(path)
+        ) from error
 
 
 def state(sweep: Sweep, trial: Trial) -> State:

@@ -42,8 +42,8 @@ def open_ranks(trials: Sequence[Trial], each: int, here: World, verbose: bool) -
     # A process can load only one framework, once, with a fixed number of threads.
     for key in ("framework", "threads"):
         if len({getattr(trial.config, key) for trial in trials}) > 1:
-            what = "cannot differ between the trials of one allocation"
-            raise ConfigError(what, where=f"--param {key}", fix="sweep each in turn")
+            what = f"{key} differs between trials, and a process can have only one"
+            raise ConfigError(what, where=f"--param {key}", fix="start a sweep for each")
     can_meet(here)
     # Load TensorFlow before MPI: both contain hwloc, and MPI crashes if it starts with its own copy and finds
     # TensorFlow's later.

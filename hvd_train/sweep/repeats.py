@@ -30,8 +30,8 @@ def repeats(
     if seeds:
         spaces[SEED] = [seed + k for k in range(seeds)]
     if spaces and halving:
-        what = "continues with the best trials, but repeats are compared by their mean at the end"
-        raise ConfigError(what, where="--halving", fix=f"leave out {OPTIONS[next(iter(spaces))]}")
+        what = "--halving continues with the best trials, but repeats are compared by their mean at the end"
+        raise ConfigError(what, fix=f"leave out {OPTIONS[next(iter(spaces))]}")
     for key in spaces:
         if any(param.partition("=")[0].strip() == key for param in params):
             raise ConfigError("the key is varied twice", where=f"--param {key}", fix=f"leave it out, or {OPTIONS[key]}")
@@ -112,7 +112,7 @@ def rows(sweep: Sweep) -> tuple[list[str], list[list[Any]]]:
     header = [*combinations[0].values, "trials", *(word for name in metrics for word in (name, f"{name}_deviation"))]
     lines = []
     for one in combinations:
-        values = [x if isinstance(x, int | float | str) else json.dumps(x) for x in one.values.values()]
+        values = cells(one.values)
         numbers = [number for name in metrics for number in one.means.get(name, (math.nan, math.nan))]
         lines.append([*values, one.ended, *(None if math.isnan(x) else x for x in numbers)])
     return header, lines
@@ -125,10 +125,14 @@ def shown(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     header = [*combinations[0].values, "trials", *metrics]
     lines = []
     for one in combinations:
-        values = [str(x) if isinstance(x, int | float | str) else json.dumps(x) for x in one.values.values()]
-        cells = [cell(*one.means[name]) if name in one.means else "" for name in metrics]
-        lines.append([*values, str(one.ended), *cells])
+        means = [cell(*one.means[name]) if name in one.means else "" for name in metrics]
+        lines.append([*map(str, cells(one.values)), str(one.ended), *means])
     return header, lines
+
+
+def cells(values: Mapping[str, Any]) -> list[Any]:
+    """Return the values of a trial for a table: numbers and words as they are, others as JSON."""
+    return [x if isinstance(x, int | float | str) else json.dumps(x) for x in values.values()]
 
 
 def cell(mean: float, deviation: float) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.config import resolved_yaml
-from hvd_train.errors import CheckpointError, ConfigError
+from hvd_train.errors import ConfigError
 from hvd_train.files import put
-from hvd_train.report.plots import set_ticks
+from hvd_train.report.plots import new_figure, set_ticks, write_figure
 from hvd_train.report.text_tables import table
 from hvd_train.run_folder.terminal import say
 from hvd_train.sweep import repeats
@@ -32,9 +32,7 @@ def rows(sweep: Sweep) -> tuple[list[str], list[list[Any]]]:
     header = ["trial", *trials[0].values, "state", *halved, *metrics, "samples_per_second"]
     lines = []
     for trial, one in zip(trials, states, strict=True):
-        values = [
-            value if isinstance(value, int | float | str) else json.dumps(value) for value in trial.values.values()
-        ]
+        values = repeats.cells(trial.values)
         word = one.word if one.word != "failed" else f"failed: {one.error}"
         rung = [one.rung] * len(halved)
         lines.append([trial.name, *values, word, *rung, *(one.summary.get(key) for key in (*metrics, header[-1]))])
@@ -91,10 +89,7 @@ def finish(sweep: Sweep) -> str:
     """
     folder, trials = sweep.folder, sweep.trials
     states = [state(sweep, trial) for trial in trials]
-    header, body = rows(sweep)
-    text = io.StringIO()
-    csv.writer(text).writerows([header, *body])
-    put(folder / "results.csv", text.getvalue().encode())
+    _write_csv(folder / "results.csv", *rows(sweep))
     failed = [one for one in states if one.word == "failed"]
     if len(failed) == len(trials):
         raised = ConfigError(f"all {len(trials)} trials failed, the first with: {failed[0].error}", where=str(folder))
@@ -122,12 +117,15 @@ def finish(sweep: Sweep) -> str:
     return "\n".join(lines)
 
 
-def _of_repeats(sweep: Sweep) -> list[str]:
-    """Write means.csv, best.yaml and results.png; return the table of means and the best combination as lines."""
-    header, body = repeats.rows(sweep)
+def _write_csv(path: Path, header: list[str], body: list[list[Any]]) -> None:
     text = io.StringIO()
     csv.writer(text).writerows([header, *body])
-    put(sweep.folder / "means.csv", text.getvalue().encode())
+    put(path, text.getvalue().encode())
+
+
+def _of_repeats(sweep: Sweep) -> list[str]:
+    """Write means.csv, best.yaml and results.png; return the table of means and the best combination as lines."""
+    _write_csv(sweep.folder / "means.csv", *repeats.rows(sweep))
     lines, one = [table(*repeats.shown(sweep)), *repeats.notes(sweep)], repeats.best_group(sweep)
     if one is not None:
         config = one.trials[0].config
@@ -147,11 +145,6 @@ def picture(path: Path, sweep: Sweep, best_trials: Sequence[Trial], title: str) 
 
     ``best_trials``: one, or all trials of the combination with the best mean. ``title``: their name in the legend.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     monitor = best_trials[0].config.checkpoint.monitor
     trials, states = sweep.trials, [state(sweep, trial) for trial in sweep.trials]
     done = [trial for trial, one in zip(trials, states, strict=True) if one.summary.get(monitor) is not None]
@@ -159,10 +152,9 @@ def picture(path: Path, sweep: Sweep, best_trials: Sequence[Trial], title: str) 
     filled = ["C0" if states[trial.number].word == "done" else "none" for trial in done]
     keys = [key for key in trials[0].values if len({json.dumps(trial.values[key]) for trial in trials}) > 1]
     keys = keys or list(trials[0].values)
-    figure, axes = pyplot.subplots(
-        1, len(keys), figsize=(4.2 * len(keys), 3.6), layout="constrained", sharey=True, squeeze=False
-    )
-    for axis, key in zip(axes[0], keys, strict=True):
+    figure = new_figure(4.2 * len(keys), 3.6)
+    axes = figure.subplots(1, len(keys), sharey=True, squeeze=False)[0]
+    for axis, key in zip(axes, keys, strict=True):
         at = [trial.values[key] for trial in done]
         numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in at)
         x_values = at if numbers else [str(x) if len(str(x)) <= LETTERS else f"{str(x)[:LETTERS]}..." for x in at]
@@ -177,11 +169,6 @@ def picture(path: Path, sweep: Sweep, best_trials: Sequence[Trial], title: str) 
             axis.tick_params("x", rotation=90)
         axis.set(xlabel=key)
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel(monitor)
-    axes[0][0].legend(fontsize=8)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise CheckpointError(f"the picture cannot be written: {error.strerror}", where=str(path)) from error
-    finally:
-        pyplot.close(figure)
+    axes[0].set_ylabel(monitor)
+    axes[0].legend(fontsize=8)
+    write_figure(figure, path)

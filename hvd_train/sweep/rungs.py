@@ -28,13 +28,15 @@ def ladder(trials: Sequence[Trial], eta: int | None) -> list[Rung]:
         return [Rung(None, len(trials))]
     for key in SAME:
         if any(getattr(trial.config, key) != getattr(trials[0].config, key) for trial in trials):
-            raise ConfigError("cannot differ between trials of --halving", where=f"--param {key}")
+            raise ConfigError(
+                f"{key} differs between trials, which --halving compares at the same epochs", where=f"--param {key}"
+            )
     config = trials[0].config
     if config.max_epochs is None:
-        raise ConfigError("counts epochs", where="--halving", fix="set max_epochs")
+        raise ConfigError("--halving divides the epochs, and max_epochs is not set", fix="set it")
     if not config.checkpoint.monitor.startswith("val_"):
-        what = f"compares evaluations, not {config.checkpoint.monitor}"
-        raise ConfigError(what, where="--halving", fix="set checkpoint.monitor, to val_loss for example")
+        what = f"--halving compares evaluations, and checkpoint.monitor is {config.checkpoint.monitor}"
+        raise ConfigError(what, fix="set it to val_loss, for example")
     every = config.check_val_every_n_epoch
     units, halvings = config.max_epochs // every, 0  # units: evaluations
     # The last rung is the whole training. Each rung before is 1 / eta as long and has eta times as many trials.

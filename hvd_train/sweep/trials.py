@@ -74,7 +74,9 @@ def plan(
     """
     spaces, repeats = dict(_parsed(param, draws is not None) for param in params), repeats or {}
     if not spaces and (draws is not None or not repeats):
-        raise ConfigError("no parameter is given", where="sweep", fix="for example --param optim.lr=0.1,0.01")
+        raise ConfigError(
+            "no parameter is given", where="sweep", fix="give one or more, for example --param optim.lr=0.1,0.01"
+        )
     if len(spaces) < len(params):
         raise ConfigError("a parameter stands twice", where="--param", fix="list all its values in one")
     # All ranks draw with the same seed in the order of the parameters, so they make the same trials.
@@ -114,14 +116,15 @@ def _check_comparable(trials: Sequence[Trial]) -> None:
 def _parsed(param: str, random_: bool) -> tuple[str, list[Any] | Range]:
     key, equals, text = (part.strip() for part in param.partition("="))
     if not equals or not key or not text:
-        raise ConfigError("not of the form KEY=VALUE,VALUE", where=f"--param {param}")
+        raise ConfigError("a parameter has the form KEY=VALUE,VALUE", where=f"--param {param}")
     drawn = RANGE.fullmatch(text)
     if drawn:
         if not random_:
             raise ConfigError("a range is for --random N", where=f"--param {param}", fix="list values, or add --random")
         low, high = (yaml_number(end) for end in drawn.groups()[1:])
         if not low < high or (drawn[1] and low <= 0):
-            raise ConfigError("an empty range" if not low < high else "a logarithm of 0", where=f"--param {param}")
+            what = "the range is empty" if not low < high else "log: needs a range above 0"
+            raise ConfigError(what, where=f"--param {param}", fix="give LOW..HIGH, for example log:1e-4..1e-1")
         return key, Range(low, high, bool(drawn[1]))
     try:
         values = YamlLoader(f"[{text}]").get_single_data()  # as --set reads a value

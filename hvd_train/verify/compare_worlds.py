@@ -15,7 +15,6 @@ from typing import Any
 from hvd_train.config import Config, resolved_yaml
 from hvd_train.errors import ConfigError, amount
 from hvd_train.frameworks import FRAMEWORKS
-from hvd_train.launch.environment import world
 from hvd_train.launch.start import launch
 from hvd_train.report.text_tables import table
 from hvd_train.run_folder.terminal import say
@@ -55,9 +54,6 @@ def verify(
 
     ``module``: run by the workers, with the command line of ``hvd_train``.
     """
-    if world().launcher:
-        what = "verify starts its ranks itself"
-        raise ConfigError(what, where=f"started by {world().launcher}", fix="call hvd-train verify -np N without it")
     exchange = _exchange(config)
     if steps <= exchange.get("delay", 0):
         what = f"the first {amount(exchange['delay'], 'step')} of a training apply nothing, so nothing is compared"

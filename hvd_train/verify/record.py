@@ -19,7 +19,7 @@ from hvd_train.core.stage_state import of_other_stages
 from hvd_train.core.training import Training
 from hvd_train.jobs import job as jobs
 from hvd_train.jobs.connect import connect
-from hvd_train.protocol import Tree
+from hvd_train.protocol import Tree, broadcast_json
 from hvd_train.run_folder.log import NullLog
 from hvd_train.update.state import join_shards, training_state
 
@@ -60,7 +60,7 @@ class Recorder(Hook):
         trees = {f"{stage}:{key}": x for stage, tree in stages for key, x in tree.items()}
         # Other ranks write only tensors that differ bitwise from rank 0's, usually none.
         hashes = {key: hashlib.sha256(x.tobytes()).hexdigest() for key, x in trees.items()}
-        rank0 = json.loads(trainer.communicator.allgather_bytes(json.dumps(hashes).encode())[0])
+        rank0 = broadcast_json(trainer.communicator, hashes)
         rank = trainer.communicator.rank
         kept = {key: x for key, x in trees.items() if rank == 0 or hashes[key] != rank0[key]}
         _file(self._path, rank, "safetensors").write_bytes(pack(kept))

@@ -16,7 +16,6 @@ import numpy as np
 
 from hvd_train.checkpoint.serialize import unpack
 from hvd_train.errors import ConfigError, amount
-from hvd_train.launch.environment import world
 from hvd_train.launch.start import launch
 from hvd_train.protocol import Tree
 from hvd_train.run_folder.terminal import say
@@ -37,9 +36,6 @@ def verify_script(
 
     Returns 0 if all is equal, 1 if not, or the exit code of a world that failed.
     """
-    if world().launcher:
-        what = "verify starts its ranks itself"
-        raise ConfigError(what, where=f"started by {world().launcher}", fix="call hvd-train verify -np N without it")
     name = next((word for word in program if word.endswith(".py")), program[0])
     command = [sys.executable if program[0] in PYTHONS else program[0], *program[1:]]
     runs, norm_fix = [], ""

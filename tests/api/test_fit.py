@@ -282,7 +282,7 @@ def test_mistakes_are_the_command_lines_own(tmp_path):
         hvd_train.fit(settings, hooks=["print"])
     with pytest.raises(ConfigError, match="int is no model; model; "):
         hvd_train.fit(settings, model=3)
-    with pytest.raises(DataError, match=r"gave a tuple of 3; data; it must return \(train, val\)"):
+    with pytest.raises(DataError, match=r"the data are a tuple of 3; data; give \(train, val\)"):
         hvd_train.fit(settings, data=(X, Y, X))
     with pytest.raises(ConfigError, match=r"the model's weights are float32; precision: 64; build it in a function"):
         hvd_train.fit(settings | {"framework": "tensorflow", "precision": 64}, model=built("tensorflow"), data=DATA)

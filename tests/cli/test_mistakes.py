@@ -31,7 +31,9 @@ from tests.cli.running import run
         (["fit", "--set", "optim.rl=1"], "--set optim.rl=1: optim.rl: unknown key; did you mean 'optim.lr'?"),
         (["fit", "--set", "batch_size=3", "--set", "global_batch_size=6"], "does not go with batch_size: 3"),
         (["fit", "--set", "lr"], "--set lr: not of the form key=value"),
-        (["eval"], "which run?"),
+        (["eval"], "no run is named; give --run-dir"),
+        (["fit", "-np", "2", "job.yaml"], "Unexpected argument 'job.yaml'. Give -c job.yaml."),
+        (["verify", "-np", "2", "job.yaml"], "job.yaml is not a script; verify; give -c job.yaml"),
         (["eval", "--run-dir", "nowhere"], "no such run folder; nowhere; it starts in the current folder, "),
         (
             ["eval", "--run-dir", "."],
@@ -71,7 +73,7 @@ def test_np_inside_a_launched_world_is_refused():
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        (["data.name=digit"], "unknown data set 'digit'; data.name; did you mean 'digits'?"),
+        (["data.name=digit"], "unknown 'digit'; did you mean 'digits'? there are digits,"),
         (
             ["data.name=npz", "data.path=x.npz"],
             "there is no such file or folder; data.path: x.npz; it starts in the current folder, ",

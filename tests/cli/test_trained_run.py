@@ -155,4 +155,4 @@ def test_compare_shows_runs_side_by_side(trained, tmp_path):
     assert header.startswith("run folder") and len(rows) == 2 and rows[0] == rows[1]
     assert last == f"curves: {tmp_path}/new/curves.png"
     assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert run("compare", str(tmp_path), code=4).stderr == f"error: holds no finished run; {tmp_path}\n"
+    assert run("compare", str(tmp_path), code=4).stderr == f"error: the folder holds no finished run; {tmp_path}\n"

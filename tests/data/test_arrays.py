@@ -135,8 +135,8 @@ ARRAY_FAULTS = {
     "complex": (lambda: bad(train_x=np.zeros((30, 2), complex)), ["complex128"]),
     "shapes differ": (lambda: bad(val_x=np.zeros((10, 4, 4))), ["(4, 3, 1)", "(4, 4) float32"]),
     "NaN": (lambda: bad(train_x=with_nan(30, 5), val_x=np.zeros((10, 3))), ["sample 5", "NaN"]),
-    "no label array": (lambda: {"train_x": np.zeros((3, 2))}, ["train_x found", "train_x, train_y"]),
-    "half a part": (lambda: {k: v for k, v in arrays().items() if k != "val_y"}, ["val_x found"]),
+    "no label array": (lambda: {"train_x": np.zeros((3, 2))}, ["the data have train_x", "train_x, train_y"]),
+    "half a part": (lambda: {k: v for k, v in arrays().items() if k != "val_y"}, ["train_y, val_x"]),
     "other names": (lambda: {"images": np.zeros((3, 2))}, ["train_x, train_y"]),
 }  # fmt: skip
 
@@ -246,7 +246,7 @@ def test_hdf5_reads_no_other_file(tmp_path, trick):
 def test_wrong_kind_of_file(tmp_path):
     np.save(tmp_path / "one.npy", np.zeros(3))
     assert "single array" in fault("npz", tmp_path / "one.npy")
-    assert "folder is needed" in fault("npy", tmp_path / "one.npy")
+    assert "is a folder, and this is a file" in fault("npy", tmp_path / "one.npy")
     for kind in ("npz", "hdf5"):
         assert "no readable" in fault(kind, tmp_path)
 

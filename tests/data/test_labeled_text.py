@@ -119,10 +119,10 @@ def test_lengths_are_needed():
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ('{"text": "a", "kind": 0}\n{"text"', "not JSON: Expecting ':' delimiter (character 8); "),
+        ('{"text": "a", "kind": 0}\n{"text"', "the line is not JSON: Expecting ':' delimiter (character 8); "),
         ('{"text": "a", "kind": 0}\n{"text"', "line 2; correct it"),
         ('{"text": "a", "kind": 0}\n{"text": \n{"text": "b", "kind": 1}', "Expecting value (character 10); "),
-        ('{"text": "a", "kind": 0}\n[1]', "not an object of names and values"),
+        ('{"text": "a", "kind": 0}\n[1]', "the line is not an object of names and values"),
         ('{"text": "a", "kind": 0}\n{"text": "a"}', "'kind' has no value"),
         ('{"text": "a", "kind": 0}\n{"text": 3, "kind": 0}', "'text' holds values of several kinds"),
         ("\n", "the file has no line"),

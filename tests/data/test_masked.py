@@ -138,6 +138,9 @@ def test_another_text_is_numbered_by_the_runs_vocabulary(folder, tmp_path):
     assert sum(a == b for a, b in zip(first[1:9], tokens[:8], strict=True)) > 4  # some are masked
     pack(other, TEXT, tmp_path / "packed", Alone())
     assert open_data(DataConfig(name="packed", path=str(tmp_path / "packed")), TEXT).vocabulary == alone.vocabulary
+    with pytest.raises(DataError, match="another vocabulary than the run's.*pack the text with data.vocabulary"):
+        packed = DataConfig(name="packed", path=str(tmp_path / "packed"))
+        open_data(packed, TEXT, request=DataRequest(run.sample, "all", vocabulary=run.vocabulary))
     alone_file = tmp_path / "alone.json"
     alone_file.write_text(alone.vocabulary)
     named = other.model_copy(update={"vocabulary": str(alone_file)})
@@ -165,7 +168,7 @@ def test_what_cannot_be_read_is_told(folder, tmp_path):
         ({"vocabulary": str(tmp_path / "broken.json")}, "no readable vocabulary"),
         ({"vocabulary": str(tmp_path / "empty.json")}, r"have the numbers \[None, None, None, None\]"),
         ({"path": str(tmp_path / "one.txt")}, "too little text"),
-        ({"sequence_length": 4}, "at least 8"),
+        ({"sequence_length": 4}, "8 are the least"),
     ):
         with pytest.raises(DataError, match=what):
             open_data(config.model_copy(update=changed))

@@ -166,4 +166,6 @@ def test_words_among_numbers_of_a_list():
     """NumPy made words of all: 1, 10 and 2 were classes 0, 1 and 2."""
     for labels in ([1, 10, "none", 2] * 5, ["cat", float("nan"), "dog", "cat"] * 5):
         assert "labels hold words and numbers: " in told((X, labels), TaskConfig())
-    assert opened((X, ["1", "10", "none", "2"] * 5), TaskConfig()).sample.num_classes == 4
+    words = ["1", "10", "none", "2"] * 5
+    assert opened((X, words), TaskConfig()).sample.num_classes == 4
+    assert opened((X, np.array(words, object)), TaskConfig()).sample.num_classes == 4  # as pandas has them

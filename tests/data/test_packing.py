@@ -160,7 +160,7 @@ def test_commands(tmp_path, photos):
     assert catalog.open_data(config).sample.input_shape == (16, 16, 1)
     with pytest.raises(ConfigError, match="packed data set already; .*packed; remove it"):
         raise told("pack", photos, tmp_path / "packed").exception
-    with pytest.raises(DataError, match="its name does not say what kind of data it is"):
+    with pytest.raises(DataError, match="the name of the file does not say what kind of data it holds"):
         raise told("pack", __file__, tmp_path / "other").exception
     with pytest.raises(DataError, match="labels 'label' were packed as classes, and task.loss wants numbers"):
         catalog.open_data(config, TaskConfig(loss="mse"))

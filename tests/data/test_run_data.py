@@ -13,7 +13,7 @@ from hvd_train.config import DataConfig, TaskConfig, load_config
 from hvd_train.data.catalog import open_data, pack
 from hvd_train.data.dataset import DataRequest
 from hvd_train.data.packing import Alone
-from hvd_train.data.transforms import drawn
+from hvd_train.data.wrapper import drawn
 from hvd_train.errors import ConfigError, DataError
 from tests.data.test_tables import write
 
@@ -81,7 +81,7 @@ def test_packed_columns_and_classes_are_those_of_the_run(tmp_path):
     pairs = {tuple(row): label for row, label in zip(X.tolist(), Y.tolist(), strict=True)}
     assert [pairs[tuple(row)] for row in x.tolist()] == y.tolist()
     with pytest.raises(
-        DataError, match="names cow, bee, and the data have bee, cow; data.classes; set it when packing"
+        DataError, match="the classes are cow, bee, and the data have bee, cow; data.classes; set it when packing"
     ):
         open_data(config("packed", tmp_path / "packed", classes=["cow", "bee"]))
 

@@ -175,7 +175,7 @@ CSV_FAULTS = {
     "empty cell": ("a,y\n1,2\n ,4\n", {}, ["the cell is empty; ", "column 'a', row 2"]),
     "nan": ("a,y\n1,2\nnan,4\n", {}, ["'nan' is NaN", "column 'a', row 2"]),
     "large": ("a,y\n1,2\n1e39,4\n", {}, ["'1e39' is NaN, infinite or too large", "column 'a', row 2"]),
-    "short row": ("a,y\n1,2\n3\n", {}, ["1 cells of 2: '3'", "d.csv, row 2"]),
+    "short row": ("a,y\n1,2\n3\n", {}, ["the row has 1 cells, and the header 2: '3'", "d.csv, row 2"]),
     "no rows": ("a,y\n", {}, ["the data set is empty"]),
     "no bytes": ("", {}, ["no readable table", "d.csv"]),
     "twice": ("a,a,y\n1,2,3\n", {}, ["duplicate columns: a"]),
@@ -223,7 +223,7 @@ def test_an_empty_line_in_a_file_of_one_column_is_told(tmp_path, suffix):
         path.write_text(content)
         assert tables.Table.read(path, ["x"]).columns["x"].to_pylist() == values
     path.write_text("x\n1\n\n3\n")
-    with pytest.raises(DataError, match=rf"an empty line; .*d{suffix}, row 2; correct it, or leave it out"):
+    with pytest.raises(DataError, match=rf"the line is empty; .*d{suffix}, row 2; correct it, or leave it out"):
         tables.Table.read(path, ["x"])
 
 
@@ -244,7 +244,7 @@ def test_faults_of_parquet_files(tmp_path):
 
 
 def test_faults_of_places(tmp_path):
-    assert "'.txt' is no table" in fault(write(tmp_path / "d.csv", {"a": [1]}).rename(tmp_path / "d.txt"))
+    assert "a file '.txt' is not a table" in fault(write(tmp_path / "d.csv", {"a": [1]}).rename(tmp_path / "d.txt"))
     assert "none found" in fault(tmp_path)
     write(tmp_path / "train.csv", {"a": [1]})
     write(tmp_path / "train.parquet", {"a": [1]})

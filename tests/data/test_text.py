@@ -56,7 +56,7 @@ def test_text_faults(tmp_path):
     assert "256 bytes" in fault("text", tmp_path) and "give at least 257" in fault("text", path)
     path.write_bytes(b"x" * 257)
     assert len(opened("text", tmp_path).val) == 1
-    assert "3 classes; data.num_classes" in fault("text", path, num_classes=3)
+    assert "3 classes are set; data.num_classes" in fault("text", path, num_classes=3)
 
 
 def test_labels_at_every_place(tmp_path):

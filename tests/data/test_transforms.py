@@ -319,14 +319,14 @@ FAULTS = {
     "nan": (dict(own=lambda x, rng: x * np.float32("nan"), inputs=IMAGES.astype(np.float32)), ["NaN", "sample 0"]),
     "missing": (dict(listed=[{"name": "own_transforms:none"}]), ["has no function 'none'"]),
     "no image": (dict(listed=[FLIP], inputs=np.ones((90, 4))), ["input of shape (4,) is not an image"]),
-    "several inputs": (dict(listed=[FLIP], inputs={"a": IMAGES, "b": IMAGES}), ["the inputs are a, b", "input: ..."]),
+    "several inputs": (dict(listed=[FLIP], inputs={"a": IMAGES, "b": IMAGES}), ["there are a, b", "input: ..."]),
     "size": (dict(listed=[CROP | {"size": 6}]), ["size 6 of images of 8 x 8"]),
     "windows": (
         dict(listed=[{"name": "random_resized_crop"}], inputs=np.ones((90, 8, 200, 1), np.uint8)),
         ["no window of these areas and aspect ratios fits into images of 8 x 200", "ratio"],
     ),
-    "fill": (dict(listed=[CROP | {"fill": 300}]), ["fill 300 is no uint8"]),
-    "fraction": (dict(listed=[CUTOUT | {"fill": 0.5}]), ["fill 0.5 is no uint8"]),
+    "fill": (dict(listed=[CROP | {"fill": 300}]), ["fill: 300 does not fit into uint8"]),
+    "fraction": (dict(listed=[CUTOUT | {"fill": 0.5}]), ["fill: 0.5 does not fit into uint8"]),
     "whole": (dict(listed=[NORMALIZE], inputs=WHOLE), ["input of (8, 8, 1) int64 holds whole numbers"]),
     "channels": (dict(listed=[NORMALIZE | {"std": [1, 2, 3]}]), ["3 numbers for input of shape (8, 8, 1)", "std"]),
     "places": (

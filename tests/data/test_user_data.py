@@ -81,7 +81,7 @@ def test_columns_of_data_frames_are_known_by_their_names():
     assert opened("own_frames:bare").train.sample == run
     assert opened("own_frames:unnamed").train.sample.inputs["input"].columns == ()
     for name in ("turned", "named", "fetched"):
-        line = r"training samples age, area, rooms, validation samples rooms, area, age"
+        line = r"training samples age, area, rooms, of the validation samples rooms, area, age"
         with pytest.raises(DataError, match=line):
             opened(f"own_frames:{name}")
     # Another call gives them in another order, as for ``eval``: they are matched.
@@ -147,9 +147,12 @@ def test_own_function(own):
         ("own_data:pair", "own_data.py has no function 'pair'"),
         ("own_data:", "has no function"),
         (":pairs", "cannot be imported"),
-        ("own_data:one", "must return (train, val)"),
+        ("own_data:one", "give (train, val), or (train, val, test)"),
         ("own_data:nothing", "NoneType has no __len__, fetch"),
-        ("own_data:bytes", "input (3,) uint8, label () int64, validation samples of input (3,) float32"),
+        (
+            "own_data:bytes",
+            "the inputs differ: of the training samples input (3,) uint8, of the validation samples input (3,) float32",
+        ),
         ("own_data:uneven", "fetch gives inputs of shape (4, 6) for 4 indices, not (4, 3)"),
         ("own_data:strange", "sample 1 holds a label out of [0, 2)"),
         ("own_data:ignored", "sample 1 holds a label out of [0, 2)"),
@@ -280,19 +283,32 @@ OWN_FAULTS = {
     "list": (([IDS, IDS], LABELS), ["inputs are a list of 2", "a dict of named inputs"]),
     "no name": (({"a": IDS, "b c": IDS}, LABELS), ["a dict with a, b c", "names no argument"]),
     "lengths": (({"a": IDS, "b": IDS[1:]}, LABELS), ["inputs 'b' (7, 3)", "(8,)", "length"]),
-    "named text": (({"a": IDS, "b": IDS.astype(str)}, LABELS), ["inputs 'b' of type <U"]),
+    "named text": (({"a": IDS, "b": IDS.astype(str)}, LABELS), ["inputs 'b' are of type <U"]),
     "targets": ((IDS, (LABELS, LABELS)), ["differ in length"]),
     "named targets": ((IDS, {"a": LABELS, "b": LABELS[1:]}), ["labels 'b' (7,)", "differ in length"]),
-    "regression": ((IDS, LABELS / 2), ["labels of type float64", "wants classes", "regression"]),
+    "regression": ((IDS, LABELS / 2), ["labels are of type float64", "wants classes", "regression"]),
     "ragged": (([[1], [2, 3, 4]] * 4, LABELS), ["inputs have samples of different lengths, 1 to 3", "pad them"]),
     "ragged objects": ((np.array([[1], [2, 3]] * 4, object), LABELS), ["different lengths, 1 to 2"]),
     "ragged arrays": (([np.zeros((k % 3 + 1, 2)) for k in range(8)], LABELS), ["different lengths, 1 to 3"]),
     "mixed": (([[1], "a"] * 4, LABELS), ["inputs are not an array of numbers"]),
-    "weights": ((IDS, LABELS, LABELS), ["gives a tuple of 3", "(inputs, labels)"]),
-    "a dict": ({"x": IDS, "y": LABELS}, ["gives a dict with x, y", "(inputs, labels)"]),
+    "weights": ((IDS, LABELS, LABELS), ["the part is a tuple of 3", "(inputs, labels)"]),
+    "sparse": ((SimpleNamespace(toarray=None), LABELS), ["inputs are a sparse matrix", "give x.toarray()"]),
+    "a word": ((Frame(np.array([[0, "red"]] * 8, object), ["a", "hue"]), LABELS), ["'red' at sample 0, column 'hue'"]),
+    "objects": ((IDS.astype(object), LABELS), ["inputs are Python objects", "np.asarray(x, np.float32)"]),
+    "nothing": ((IDS, None), ["labels are NoneType, not an array"]),
+    "a dict": ({"x": IDS, "y": LABELS}, ["the part is a dict with x, y", "(inputs, labels)"]),
     "fetch alone": (OnlyFetch(), ["OnlyFetch has no __len__", "fingerprint", "num_classes"]),
     "fetch of a dict": (Fetching({"x": 1}), ["fetch gives a dict with x"]),
 }  # fmt: skip
+
+
+def test_an_input_and_a_label_of_one_name_are_two_fields():
+    """The label hid the input, whose parts had other shapes."""
+    parts = [({"a": np.zeros((8, wide), np.float32)}, {"a": LABELS}) for wide in (4, 3)]
+    with pytest.raises(
+        DataError, match=r"the inputs differ: of the training samples a \(4,\) float32, of the validation"
+    ):
+        open_data(DataConfig(), TaskConfig(loss={"a": "cross_entropy"}), user_data=tuple(parts))
 
 
 @pytest.mark.parametrize("name", OWN_FAULTS)

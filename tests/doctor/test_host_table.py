@@ -11,7 +11,16 @@ from click.testing import CliRunner
 
 from hvd_train.cli.main import cli
 from hvd_train.doctor import host_table
-from hvd_train.doctor.host_table import FIXES, Facts, differences, file_system, interfaces, report, sought, written
+from hvd_train.doctor.host_table import (
+    FIXES,
+    Facts,
+    active_interfaces,
+    differences,
+    file_system,
+    report,
+    sought,
+    written,
+)
 from hvd_train.doctor.link_speed import HostLink, answering, measure
 from hvd_train.errors import ConfigError
 
@@ -103,16 +112,16 @@ def test_a_file_in_the_working_folder(tmp_path, monkeypatch):
 
 def test_this_host():
     assert file_system(Path("/proc/self")) == "proc"
-    assert all(not address.startswith("127.") for _, address in interfaces())
+    assert all(not address.startswith("127.") for _, address in active_interfaces())
 
 
 @pytest.mark.parametrize(
     ("words", "started", "says"),
     [
         (["-H", "a:1,b:1"], "2", "the ranks are started already; by mpirun; leave out --hosts, --launcher"),
-        (["--launcher", "mpirun"], None, "of which hosts; --launcher; give --hosts too"),
-        (["--network-interfaces", "ib0"], None, "of which hosts; --network-interfaces"),
-        (["-H", "a:0"], None, "'a:0' is no host"),
+        (["--launcher", "mpirun"], None, "no hosts are named; --launcher; give --hosts too"),
+        (["--network-interfaces", "ib0"], None, "no hosts are named; --network-interfaces"),
+        (["-H", "a:0"], None, "'a:0' is not a host"),
     ],
 )
 def test_mistakes_are_one_line(monkeypatch, words, started, says):

@@ -303,19 +303,19 @@ def test_hosts_are_filled_one_after_the_other(tmp_path):
 @pytest.mark.parametrize(
     ("hosts", "text", "interfaces", "says"),
     [
-        ("a;reboot:2", None, None, "'a;reboot:2' is no host; --hosts a;reboot:2; HOST:SLOTS"),
-        ("-oProxyCommand=x:1", None, None, "is no host"),
-        ("a:0", None, None, "'a:0' is no host"),
+        ("a;reboot:2", None, None, "'a;reboot:2' is not a host; --hosts a;reboot:2; write HOST:SLOTS"),
+        ("-oProxyCommand=x:1", None, None, "is not a host"),
+        ("a:0", None, None, "'a:0' is not a host"),
         ("a:2,a:1", None, None, "a stands twice"),
         ("node1:2,NODE1:1", None, None, "NODE1 stands twice; --hosts node1:2,NODE1:1; give it once"),
-        (f"a:{10**20}", None, None, "100000000000000000000 slots on a; .*; a host takes up to 65536"),
-        (f"a:{'9' * 9000}", None, None, "999 slots on a"),
-        ("a:00", None, None, "'a:00' is no host"),
+        (f"a:{10**20}", None, None, "a has 100000000000000000000 slots; .*; a host takes up to 65536"),
+        (f"a:{'9' * 9000}", None, None, "a has 9+ slots"),
+        ("a:00", None, None, "'a:00' is not a host"),
         ("a:1", "b", None, "name the hosts twice"),
-        (None, "a slots=2\nb slots=$(x)\n", None, r"'b slots=\$\(x\)' is no host; .*:2; "),
-        (None, "# nobody\n", None, "names no host"),
+        (None, "a slots=2\nb slots=$(x)\n", None, r"'b slots=\$\(x\)' is not a host; .*:2; "),
+        (None, "# nobody\n", None, "the file names no host"),
         ("a:1", None, "eth0; x", "is not a list of networks"),
-        (None, None, "eth0", "of which hosts; --network-interfaces"),
+        (None, None, "eth0", "no hosts are named; --network-interfaces"),
     ],
 )
 def test_no_hosts_are_one_line(tmp_path, hosts, text, interfaces, says):
@@ -345,7 +345,7 @@ def test_no_secret_travels_in_a_command_line(monkeypatch):
         ),
         ((124, "", ""), "no answer within 60 s; host b"),
         ((127, "", "no such file"), "does not run hvd_train there: no such file; host b; install it at the same path"),
-        ((0, "0.0.7", ""), f"it has hvd_train 0.0.7, this host {__version__}; host b; install the same version"),
+        ((0, "0.0.7", ""), f"hvd_train is 0.0.7 there, and {__version__} here; host b; install the same version"),
     ],
 )
 def test_hosts_are_asked_before_anything_starts(monkeypatch, answer, says):
@@ -391,10 +391,10 @@ def test_dry_run_prints_the_command_and_starts_nothing(tmp_path):
         ("-H a:4,b:4,c:4 --nnodes 2 --nproc-per-node 3", "-np 6 -H a:3,b:3"),
         ("-np 8 -H a:4,b:4,c:4 --nnodes 2", "-np 8 -H a:4,b:4"),
         ("-H a:4,b:2 --nproc-per-node=2", "-np 4 -H a:2,b:2"),
-        ("-np 5 -H a:4,b:4 --nnodes 1", "-np 5, but 4 ranks; --nnodes, --nproc-per-node; leave out -np"),
-        ("-H a:4 --nnodes 2", "2 of 1 hosts; --nnodes; name more"),
+        ("-np 5 -H a:4,b:4 --nnodes 1", "-np 5 differs from the 4 ranks of these hosts; --nnodes, --nproc"),
+        ("-H a:4 --nnodes 2", "2 hosts are wanted, and 1 are named; --nnodes; name more"),
         ("-H a,b --nproc-per-node 2", "a has 1 slot, not 2; --nproc-per-node; say a:2"),
-        ("--nnodes 2 --nproc-per-node 2", "of which hosts; --nnodes, --nproc-per-node; give --hosts"),
+        ("--nnodes 2 --nproc-per-node 2", "no hosts are named; --nnodes, --nproc-per-node; give --hosts"),
     ],
 )
 def test_nnodes_and_nproc_per_node(words, says, monkeypatch):
@@ -408,10 +408,10 @@ def test_nnodes_and_nproc_per_node(words, says, monkeypatch):
         ("-np 4 --run-dir x", f"srun -n 4 {sys.executable} -P -m hvd_train fit --run-dir x"),
         ("--nnodes 2 --nproc-per-node 4", f"srun -n 8 -N 2 --ntasks-per-node 4 {sys.executable} -P -m hvd_train fit"),
         ("-np 4 --nnodes 2", f"srun -n 4 -N 2 {sys.executable}"),
-        ("-np 4 --nnodes 2 --nproc-per-node 4", "-np 4, but 8 ranks"),
-        ("--nnodes 2", "how many ranks; --launcher srun; give -np, or"),
-        ("-np 2 -H a:2", "srun takes none; --hosts"),
-        ("-np 2 --max-restarts 1", "srun takes none; --max-restarts"),
+        ("-np 4 --nnodes 2 --nproc-per-node 4", "-np 4 differs from the 8 ranks of these hosts"),
+        ("--nnodes 2", "the number of ranks is missing; --launcher srun; give -np, or"),
+        ("-np 2 -H a:2", "srun takes no --hosts"),
+        ("-np 2 --max-restarts 1", "srun takes no --max-restarts"),
     ],
 )
 def test_srun_within_an_allocation(words, says, monkeypatch):

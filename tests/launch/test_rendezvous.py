@@ -97,7 +97,7 @@ def test_ports_follow_from_the_step():
     again = step_of(STEP | {"SLURM_RESTART_COUNT": "1"})
     assert again.name != one.name and set(one.ports({})) <= set(PORTS)
     assert one.ports({"HVD_TRAIN_PORT": "6000"}) == list(range(6000, 6016))
-    with pytest.raises(ConfigError, match="'65530' is no port; environment variable HVD_TRAIN_PORT"):
+    with pytest.raises(ConfigError, match="'65530' is not a port; environment variable HVD_TRAIN_PORT"):
         one.ports({"HVD_TRAIN_PORT": "65530"})
 
 

@@ -78,14 +78,14 @@ def test_a_sweep_is_an_array(tmp_path):
 @pytest.mark.parametrize("words", [["submit"], ["submit", "--param", "optim.lr=1"], ["sweep", "--param", "optim.lr=1"]])
 def test_a_seed_without_draws_is_not_silently_left_out(words):
     found = CliRunner().invoke(cli, [*words, "--seed", "3"])
-    assert str(found.exception).startswith("is of the draws of --random; --seed; give --random, or --set seed=3")
+    assert str(found.exception).startswith("--seed is the seed of --random, which is not given; give")
 
 
 def test_what_is_no_option_or_command_is_refused(tmp_path):
     for setting in ("slurm.lines=[qos]", "slurm.lines=['-x']", "slurm.time=[]", "slurm.nodes=0"):
         with pytest.raises(ConfigError, match=r"slurm\.(lines|time|nodes): "):
             load_config(None, [setting])
-    with pytest.raises(ConfigError, match="is no command: No closing quotation"):
+    with pytest.raises(ConfigError, match="is not a command: No closing quotation"):
         contained("a 'b")
 
 

@@ -58,7 +58,7 @@ def test_stages_of_a_pipeline_divide_the_ranks():
     [
         ("synchron", 2, "unknown 'synchron'; did you mean 'synchronous'? there are synchronous, sharded, fp16"),
         ("int8,outer+async", 2, "async does not go together with another mode; --modes outer+async"),
-        (None, 1, "ranks have nothing to exchange alone; -np; give -np 2, or more"),
+        (None, 1, "a single rank has nothing to exchange; -np; give -np 2, or more"),
     ],
 )
 def test_mistakes_in_names(names, ranks, told):
@@ -68,7 +68,7 @@ def test_mistakes_in_names(names, ranks, told):
 
 
 def test_mistakes_of_the_command(tmp_path):
-    assert "nothing says how many ranks train; -np; give -np 2" in run("modes", code=2, cwd=tmp_path).stderr
+    assert "the number of ranks is missing; -np; give -np 2" in run("modes", code=2, cwd=tmp_path).stderr
     done = run("modes", "-np", "4", "-H", "a:1,b:1", code=2, cwd=tmp_path)
     assert done.stderr.startswith("error: 4 ranks on hosts with 2 slots; -H a:1,b:1; -np 2, or more slots")
     done = run("modes", "-np", "2", "--launcher", "srun", code=2, cwd=tmp_path)

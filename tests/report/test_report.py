@@ -78,8 +78,8 @@ def test_keys_in_which_runs_differ_are_shown(tmp_path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda path: path.mkdir(), "holds no finished run"),
-        (lambda path: (path.mkdir(), (path / "summary.json").write_text("{")), "is damaged: no JSON"),
+        (lambda path: path.mkdir(), "the folder holds no finished run"),
+        (lambda path: (path.mkdir(), (path / "summary.json").write_text("{")), "the file is damaged: no JSON"),
         (lambda path: (path.mkdir(), (path / "summary.json").write_text("[3]")), "is damaged: it is not a JSON object"),
         (
             lambda path: write(path, summary=SUMMARY | {"steps": "x"}),

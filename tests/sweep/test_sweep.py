@@ -72,7 +72,7 @@ def test_random():
         (["optim.lrr=0.1"], "--param optim.lrr=0.1: optim.lrr: unknown key; did you mean 'optim.lr'?"),
         (["optim.rl=0.1,0.01"], "--param optim.rl=0.1: optim.rl: unknown key; did you mean 'optim.lr'?"),
         (["optim.lr=-1,0.1"], "--param optim.lr=-1: optim.lr: must be "),
-        (["optim.lr"], "not of the form KEY=VALUE,VALUE; --param optim.lr"),
+        (["optim.lr"], "a parameter has the form KEY=VALUE,VALUE; --param optim.lr"),
         (["optim.lr=1e-4..1e-1"], "a range is for --random N"),
         (["optim.lr=[1"], "not valid YAML; --param"),
         (["optim.lr=1", "optim.lr=2"], "stands twice"),
@@ -175,9 +175,9 @@ def test_rungs(sets, trials, eta, what):
 @pytest.mark.parametrize(
     ("sets", "param", "what"),
     [
-        ([], "max_epochs=4,8", "cannot differ between trials of --halving; --param max_epochs"),
-        (["max_epochs=null", "max_steps=9"], "optim.lr=0.1,0.2", "counts epochs; --halving; set max_epochs"),
-        (["checkpoint.monitor=train_loss"], "optim.lr=0.1,0.2", "compares evaluations, not train_loss; --halving"),
+        ([], "max_epochs=4,8", "max_epochs differs between trials, which --halving compares"),
+        (["max_epochs=null", "max_steps=9"], "optim.lr=0.1,0.2", "max_epochs is not set; set it"),
+        (["checkpoint.monitor=train_loss"], "optim.lr=0.1,0.2", "and checkpoint.monitor is train_loss"),
         (["max_epochs=1"], "optim.lr=1,2", r"too few trials \(2\) or evaluations \(1 a trial\) to continue 1 in"),
     ],
 )

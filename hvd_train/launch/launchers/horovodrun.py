@@ -21,8 +21,4 @@ class Horovodrun(Launcher):
     def command(self, layout: Layout, program: Sequence[str]) -> list[str]:
         # Not the tool itself, which puts the whole environment on command lines.
         line = [*installed.python("hvd_train.launch.ssh_starter"), "-np", str(layout.num_proc)]
-        if layout.hosts:
-            line += ["-H", layout.hosts.words]
-            if layout.hosts.interfaces:
-                line += ["--network-interfaces", layout.hosts.interfaces]
-        return [*line, *program]
+        return [*line, *(layout.hosts.options if layout.hosts else []), *program]

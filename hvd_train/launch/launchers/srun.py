@@ -49,7 +49,9 @@ class Srun(Launcher):
         if nodes and each:
             num_proc = ranks_in_all(num_proc, nodes * each)
         if num_proc is None:
-            raise ConfigError("how many ranks", where=WHERE, fix="give -np, or --nnodes and --nproc-per-node")
+            raise ConfigError(
+                "the number of ranks is missing", where=WHERE, fix="give -np, or --nnodes and --nproc-per-node"
+            )
         options = {"-n": num_proc, "-N": nodes, "--ntasks-per-node": each}
         return [self.tool, *(str(word) for pair in options.items() if pair[1] for word in pair), *program]
 

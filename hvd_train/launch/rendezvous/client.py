@@ -25,9 +25,10 @@ from typing import Any
 
 from hvd_train.errors import CommunicationError, ConfigError, TrainError
 from hvd_train.launch.environment import world
+from hvd_train.launch.interfaces import interface_of
 from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.base import number
-from hvd_train.launch.rendezvous.endpoint import ANSWER_SECONDS, LOOPBACK, Endpoint, interface_of
+from hvd_train.launch.rendezvous.endpoint import ANSWER_SECONDS, LOOPBACK, Endpoint
 from hvd_train.launch.rendezvous.job_step import PORT, TRIES, JobStep
 from hvd_train.launch.rendezvous.secret import SECRET, make_secret, read_secret
 from hvd_train.launch.rendezvous.server import LAST_WORDS_SECONDS, START, RendezvousServer

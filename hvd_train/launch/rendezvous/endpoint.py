@@ -77,11 +77,3 @@ class Endpoint:
         if self.interface:
             variables |= {"HOROVOD_GLOO_IFACE": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
         return variables
-
-
-def interface_of(address: str) -> str:
-    """Return the network interface with this address, "" if there is none."""
-    import psutil
-
-    names = (name for name, kinds in psutil.net_if_addrs().items() for kind in kinds if kind.address == address)
-    return next(names, "")

@@ -36,7 +36,8 @@ class JobStep:
         if PORT in environ:
             text = environ[PORT]
             if not text.isdigit() or not 0 < int(text) <= 65536 - TRIES:
-                raise ConfigError(f"'{text}' is no port", where=f"environment variable {PORT}", common=True)
+                fix = f"set it to a number from 1 to {65536 - TRIES}, or unset it"
+                raise ConfigError(f"'{text}' is not a port", where=f"environment variable {PORT}", fix=fix, common=True)
             return [int(text) + k for k in range(TRIES)]
         # Ports derived from the name mostly differ from those of other steps on the node.
         return [PORTS[zlib.crc32(f"{self.name}:{k}".encode()) % len(PORTS)] for k in range(TRIES)]

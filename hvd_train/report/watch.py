@@ -15,7 +15,6 @@ from hvd_train.report.plots import steps
 from hvd_train.report.text_tables import cell
 from hvd_train.run_folder import layout, lock, metrics_file, safe_reading
 
-FIXED = ("event", "epoch", "step", "samples", "lr", "samples_per_second")  # all other keys of a log line are metrics
 EVENTS = ("train", "val")
 CONFIG = "config.yaml"
 CURVE_ROWS, MOST_CURVES = 8, 4
@@ -92,7 +91,7 @@ class WatchedRun:
 
     def metrics(self) -> list[str]:
         """Return the names of all metrics, loss first."""
-        named = (key for row in self.rows if row["event"] in EVENTS for key in row if key not in FIXED)
+        named = (key for row in self.rows if row["event"] in EVENTS for key in row if key not in metrics_file.FIXED)
         return [*dict.fromkeys(["loss", *named])]
 
     def title(self) -> str:
@@ -156,7 +155,7 @@ def news(run: WatchedRun, shown: int) -> Iterator[str]:
     """Yield a line of text for each evaluation in the log from row ``shown`` on."""
     for row in run.rows[shown:]:
         if row["event"] == "val":
-            names = [name for name in row if name not in FIXED and safe_reading.number(row[name])]
+            names = [name for name in row if name not in metrics_file.FIXED and safe_reading.number(row[name])]
             listed = ", ".join(f"{name} {cell(row[name])}" for name in names)
             text = f"epoch {row['epoch']}, step {row['step']:,}: validation {listed}"
             yield printable(text, one_line=True)

@@ -74,13 +74,13 @@ def ticks(pid: int) -> int | None:
 
 
 class Lock:
-    """``with Lock(run_dir):`` takes it, or raises an error that names the holder.
+    """``with Lock(run_dir):`` takes it, or raises an error that names the holder. ``fix``: what to do then.
 
     Removes the folders that it created if nothing else was written there.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / NAME
+    def __init__(self, run_dir: Path, fix: str = "wait for its end, or take another --run-dir") -> None:
+        self.path, self._fix = run_dir / NAME, fix
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         token, pid = secrets.token_hex(8), os.getpid()
         place = {"host": platform.node(), "place": _place()}
@@ -103,7 +103,7 @@ class Lock:
             self._leave_no_folder()
             raise CheckpointError(f"the run folder cannot be written: {error.strerror}", where=str(run_dir)) from error
         if other is not None:
-            raise _in_use(self.path, other)
+            raise _in_use(self.path, other, self._fix)
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._before = signal.signal(signal.SIGTERM, self._terminated)  # a scheduler may restart us elsewhere
@@ -252,9 +252,8 @@ def state(run_dir: Path) -> str:
         return "held"
 
 
-def _in_use(path: Path, holder: Holder) -> CheckpointError:
+def _in_use(path: Path, holder: Holder, fix: str) -> CheckpointError:
     minutes = round(OLD_SECONDS / 60)
-    fix = "wait for its end, or take another --run-dir"
     if holder.place != _place():  # its process is not visible from here
         fix += f"; if it is gone: remove {path}, or try again {minutes} minutes after its end"
     return CheckpointError(f"the run folder is in use by {holder}", where=str(path.parent), fix=fix)

@@ -213,14 +213,12 @@ class RunLog:
         self._event("val", epoch, step, results, lr, speed)
 
     def _event(self, event: str, epoch: int, step: int, results: Mapping[str, float], lr: float, speed: float) -> None:
-        row = {"event": event, "epoch": epoch + 1, "step": step, **results}
-        row |= {"lr": lr, "samples_per_second": round(speed, 1)}
+        row = {"event": event, "epoch": epoch + 1, "step": step, **results, "lr": lr, "samples_per_second": speed}
+        scalars = metrics_file.scalars(row)
+        row["samples_per_second"] = round(speed, 1)
         # JSON has neither NaN nor infinity.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._write(finite)
-        scalars = {f"{name}/{event}": value for name, value in results.items() if name != "samples"}
-        if event == "train":
-            scalars |= {"lr": lr, "samples_per_second": speed}
         self._show(epoch, step, scalars)
 
     def compression_error(self, epoch: int, step: int, cosine: float, sent: float, plain: float) -> None:
@@ -232,7 +230,7 @@ class RunLog:
         row |= {"bytes": round(sent), "bytes_plain": round(plain)}
         self._write(row)
         self.message(f"step {step}: compressed gradient: cosine {cosine:.4f}, {sent / plain:.1%} of {plain:,.0f} bytes")
-        self._show(epoch, step, {"compression/cosine": cosine, "compression/share_of_bytes": sent / plain})
+        self._show(epoch, step, metrics_file.scalars(row))
 
     def straggler(self, epoch: int, step: int, row: Mapping[str, Any]) -> None:
         self._write({"event": "straggler", "epoch": epoch + 1, "step": step, **row})

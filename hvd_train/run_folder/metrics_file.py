@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hvd_train.errors import CheckpointError
 from hvd_train.run_folder import safe_reading
 
 NAME = "metrics.jsonl"
+FIXED = ("event", "epoch", "step", "samples", "lr", "samples_per_second")  # all other keys of a result are metrics
 MAX_BYTES, MAX_LINE_BYTES = 1 << 30, 1 << 20
 
 
@@ -55,6 +57,21 @@ class MetricsFile:
             self._why, missing = error.strerror or str(error), True
         if missing:
             raise self.failure(step)
+
+
+def scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a row by the names that TensorBoard and trackers show, such as ``loss/train``."""
+    event, named = row["event"], dict[str, Any]()
+    if event == "compression":
+        named = {"compression/cosine": row.get("cosine")}
+        sent, plain = row.get("bytes"), row.get("bytes_plain")
+        if safe_reading.number(sent) and safe_reading.number(plain) and plain:
+            named["compression/share_of_bytes"] = sent / plain
+    if event in ("train", "val"):
+        named = {f"{name}/{event}": value for name, value in row.items() if name not in FIXED}
+    if event == "train":
+        named |= {name: row.get(name) for name in ("lr", "samples_per_second")}
+    return {name: value for name, value in named.items() if safe_reading.number(value)}
 
 
 def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:

@@ -22,6 +22,10 @@ def test_a_quiet_run_with_trackers(tmp_path, framework):
     assert [row["epoch"] for row in rows] == ["1", "2"] and list((tmp_path / "run" / "tensorboard").iterdir())
     shown = run("watch", "run", "--once", cwd=tmp_path).stdout
     assert shown.startswith(f"run: {framework}, mlp\n") and "loss: train" in shown and "\ndone: val loss" in shown
+    for words in ("4 lines sent to tensorboard (boards/run)", "run: tensorboard (boards/run) has all 4 lines"):
+        assert words in run("sync", "run", "--to", "tensorboard", "--uri", "boards", cwd=tmp_path).stdout
+    failed = run("sync", ".", "--to", "csv", cwd=tmp_path, code=2)
+    assert failed.stderr == "error: holds no run: it has no metrics.jsonl; .; give the folders of its runs: ./*\n"
     lines = run("watch", "run", cwd=tmp_path).stdout.splitlines()  # follows to the end, which is there
     assert len(lines) == 4 and lines[1].startswith("epoch 1, step ") and lines[3].startswith("done: val loss")
 

@@ -17,15 +17,16 @@ def load(names: Iterable[str]) -> dict[str, TrackerSpec]:
         for variable, value in row.environment.items():
             os.environ.setdefault(variable, value)  # read when the package is imported
         if row.package:
-            _import(name, row.package)
+            fix = f"pip install {row.package} on the host of rank 0, or take it out of loggers"
+            import_package(row.package, f"loggers: {name}", fix)
     return rows
 
 
-def _import(name: str, package: str) -> None:
+def import_package(package: str, where: str, fix: str) -> None:
+    """Import a package. Raises ConfigError if it is not installed, or incomplete."""
     try:
         importlib.import_module(package)
     except Exception as error:  # an incomplete installation may raise anything
         gone = isinstance(error, ModuleNotFoundError) and error.name == package
         reason = "is not installed" if gone else f"cannot be imported: {type(error).__name__}: {error}"
-        fix = f"pip install {package} on the host of rank 0, or take it out of loggers"
-        raise ConfigError(f"{package} {reason}".splitlines()[0], where=f"loggers: {name}", fix=fix) from error
+        raise ConfigError(f"{package} {reason}".splitlines()[0], where=where, fix=fix) from error

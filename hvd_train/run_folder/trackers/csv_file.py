@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_train import files
 from hvd_train.run_folder import metrics_file
-from hvd_train.run_folder.trackers.tracker import TrackedRun, Tracker
+from hvd_train.run_folder.trackers.tracker import Point, Target, TrackedRun, Tracker
 
 NAME = "metrics.csv"
 
@@ -35,6 +35,19 @@ class CsvFile(Tracker):
     def _write_all(self) -> None:
         rows, _ = metrics_file.read(self._run_dir)
         files.put(self._run_dir / NAME, _text(rows, self._columns, header=True))
+
+
+class CsvTarget(Target):
+    """The table of a run that trained without it."""
+
+    whole = True
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._run, self.place = run, str(run.run_dir / NAME)
+        self.live = "csv" in run.config.get("loggers", ())
+
+    def send(self, points: Iterable[Point]) -> None:
+        CsvFile(self._run)
 
 
 def _columns(run_dir: Path) -> dict[str, None]:

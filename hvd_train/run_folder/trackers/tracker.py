@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_train import files
+
+MAX_ID_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A new or resumed run. ``config``: {key with dots: value}."""
+    """A new or resumed run. ``config``: {key with dots: value}.
+
+    ``address``, ``project``: where its numbers go; "": as the tracker's environment variables say, or into the run
+    folder.
+    """
 
     run_dir: Path
     config: Mapping[str, Any]
+    address: str = ""
+    project: str = ""
 
     @property
     def name(self) -> str:
@@ -37,8 +47,14 @@ class TrackedRun:
         self.folder.mkdir(parents=True, exist_ok=True)
         files.put(self.folder / f"{tracker}.id", name.encode())
 
-
-MAX_ID_BYTES = 4096
+    def own_id(self) -> str:
+        """Return the id under which ``hvd-train sync`` finds this run again. A copy with another name is another
+        run."""
+        token = self.old_id("run")
+        if token is None:
+            token = secrets.token_hex(16)
+            self.keep_id("run", token)
+        return hashlib.sha256(f"{token} {self.name}".encode()).hexdigest()[:16]
 
 
 class Tracker:
@@ -54,6 +70,58 @@ class Tracker:
 
     def close(self, finished: bool, summary: Mapping[str, Any]) -> None:
         """Write what is left. ``finished``: the run is complete, and ``summary`` is its result."""
+
+
+class Point(NamedTuple):
+    """The numbers of a line of metrics.jsonl, by name."""
+
+    epoch: int
+    step: int
+    values: Mapping[str, float]
+
+
+Known = Mapping[tuple[str, int], float]  # (name, step) -> number
+
+
+class SavedRun(NamedTuple):
+    """What a run folder holds. ``state``: ``running``, ``finished`` or ``stopped``."""
+
+    points: Sequence[Point]
+    summary: Mapping[str, Any]
+    state: str
+
+
+class Target:
+    """A tracker that takes a run from its folder, several times while it grows (``hvd-train sync``).
+
+    Created with the run, which it finds again or creates. ``place``: where the run is, in words. ``whole``: each change
+    replaces all that was sent. ``live``: the training itself sends its numbers to the same run.
+    """
+
+    place, whole, live = "", False, False
+
+    def __init__(self, run: TrackedRun) -> None: ...
+
+    def known(self, saved: SavedRun) -> Known:
+        """Return the numbers of ``saved`` that the target has."""
+        return {}
+
+    def rounded(self, value: float) -> float:
+        """Return the number as the target stores it."""
+        return value
+
+    def renew(self, step: int) -> str:
+        """Begin anew, because a resumed run has other numbers from ``step`` on. Returns what became of the old ones.
+
+        Afterwards the target knows no number from this step on.
+        """
+        return ""
+
+    def send(self, points: Iterable[Point]) -> None:
+        """Add numbers."""
+
+    def finish(self, saved: SavedRun) -> None:
+        """Send the configuration, the summary and the state of the run, and close the target."""
 
 
 def numbers(summary: Mapping[str, Any]) -> dict[str, float]:

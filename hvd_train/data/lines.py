@@ -48,12 +48,18 @@ def check_empty_lines(path: Path) -> None:
 
 
 def remark_on_lines(path: Path, rows: int) -> str:
-    """Return a remark if a file has more lines than ``rows`` and a header, else "".
+    """Return a remark if a file has more lines than ``rows`` and a header, else "". Raises DataError for NUL bytes.
 
     An unclosed quotation mark joins everything up to the next one into one cell, and the rows between are lost.
     """
     with open(path, "rb") as stream:
-        if sum(piece.count(b"\n") for piece in iter(partial(stream.read, PIECE), b"")) <= rows:
+        ends = 0
+        for piece in iter(partial(stream.read, PIECE), b""):
+            if b"\0" in piece:
+                fix = "write it as UTF-8; if it is UTF-16: iconv -f utf-16 -t utf-8 OLD > NEW"
+                raise DataError("the file holds NUL bytes, which are not text", where=str(path), fix=fix)
+            ends += piece.count(b"\n")
+        if ends <= rows:
             return ""
         stream.seek(0)
         lines = sum(1 for line in stream if line.rstrip(b"\r\n"))

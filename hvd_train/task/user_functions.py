@@ -32,6 +32,9 @@ class UserFunction:
     def __init__(self, key: str, name: str, function: Callable[..., Any] | None = None) -> None:
         self.where = f"{key}: {name}"
         self._function = function or user_function(name, self.where)
+        if isinstance(self._function, type):
+            fix = "name a function, or an object of it that a module of yours makes"
+            raise ConfigError(f"{self._function.__name__} is a class, not a function", where=self.where, fix=fix)
         self._labels_first = _is_of_keras(self._function)
         # Set by ``probe``: a remark, and whether the value of a sample depends on others in its batch.
         self.remark, self.compares = "", False
@@ -213,6 +216,9 @@ class UserLibraryMetric(Metric):
         if not np.allclose(together, each, rtol=1e-4, atol=1e-6, equal_nan=True):
             what = "its state after several samples is not the sum of its states after each"
             fix = "write a function that gives a value for each sample, or one with a result"
+            shapes = [None if isinstance(x, Mapping) else tuple(x.shape) for x in raw]
+            if shapes[1] and shapes[0] == (*shapes[1], 1):  # they broadcast to (n, n)
+                fix = f"give labels the shape of the outputs, (n, 1) for (n,); or {fix}"
             raise ConfigError(what, where=self.where, fix=fix)
         self.result(together)
 

@@ -143,6 +143,11 @@ def test_predictions_replace_no_file_unless_asked(trained, tmp_path):
     assert len(np.load(file)) == 359
 
 
+def test_predictions_are_not_written_under_the_name_of_another_format(trained):
+    told = run("predict", "--run-dir", str(trained[0]), "-o", "x.npz", code=2).stderr
+    assert told.startswith("error: the predictions are written as .npy; -o x.npz; end its name in .npy; ")
+
+
 def test_predictions_that_cannot_be_written(trained):
     done = run("predict", "--run-dir", str(trained[0]), "-o", "/proc/nowhere/x.npy", code=2)
     assert done.stderr == "error: the predictions cannot be written: No such file or directory; /proc/nowhere/x.npy\n"

@@ -175,6 +175,7 @@ CSV_FAULTS = {
     "empty cell": ("a,y\n1,2\n ,4\n", {}, ["the cell is empty; ", "column 'a', row 2"]),
     "nan": ("a,y\n1,2\nnan,4\n", {}, ["'nan' is NaN", "column 'a', row 2"]),
     "large": ("a,y\n1,2\n1e39,4\n", {}, ["'1e39' is NaN, infinite or too large", "column 'a', row 2"]),
+    "NUL": ("a,y\n1,x\n2,x\0\n", {}, ["holds NUL bytes", "iconv -f utf-16"]),
     "short row": ("a,y\n1,2\n3\n", {}, ["the row has 1 cells, and the header 2: '3'", "d.csv, row 2"]),
     "no rows": ("a,y\n", {}, ["the data set is empty"]),
     "no bytes": ("", {}, ["no readable table", "d.csv"]),

@@ -287,6 +287,18 @@ def test_what_is_no_sum_is_refused_where_the_model_gives_zeros():
         made(Largest(), ops, classes=False)
 
 
+def test_labels_that_broadcast_with_the_outputs_are_told():
+    """Outputs (n, 1) and labels (n,) gave n x n values, whose mean no sum of samples gives."""
+    ops = keras_ops()
+    import keras
+
+    sys.modules["own_task"].metric, sample = keras.metrics.Hinge(), Sample({}, {"label": Field((), "float32")})
+    task = Task(TaskConfig(loss="mse", metrics=["own_task:metric"]), sample, ops)
+    outputs, zeros = ops.from_numpy(np.zeros((2, 1), np.float32)), ops.from_numpy(np.zeros(2, np.float32))
+    with pytest.raises(ConfigError, match=r"its state after .*give labels the shape of the outputs, \(n, 1\)"):
+        task.probe(outputs, {"label": zeros}, zeros + 1)
+
+
 def test_losses_of_keras_get_the_labels_first():
     """Functions, objects, those with an argument, and classes derived from them; (outputs, labels) would be another."""
     ops = keras_ops()

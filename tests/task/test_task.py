@@ -345,6 +345,13 @@ def fields(shape, dtype):
     return Sample({}, {"label": Field(shape, dtype)})
 
 
+def test_a_class_is_not_a_loss(monkeypatch):
+    """It was made of outputs and labels."""
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(Hinge=type("Hinge", (), {})))
+    with pytest.raises(ConfigError, match="Hinge is a class, not a function; task.loss: own_task:Hinge"):
+        Task(TaskConfig(loss="own_task:Hinge"), fields((), "float32"), NumpyOps())
+
+
 @pytest.mark.parametrize(
     ("loss", "metric", "kind", "shape", "words"),
     [

@@ -6,6 +6,9 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+# Entries. Smaller tensors take more time to compress than to send, and biases should stay exact.
+SMALL = 4096
+
 
 @dataclass(frozen=True)
 class CompressorSpec:

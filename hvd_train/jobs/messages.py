@@ -17,6 +17,7 @@ from hvd_train.errors import CheckpointError, amount, listing, printable
 from hvd_train.jobs.job import Job, described_inputs
 from hvd_train.jobs.resume import best_rule
 from hvd_train.protocol import Sample
+from hvd_train.report.text_tables import table
 from hvd_train.run_folder.terminal import warn
 
 
@@ -48,7 +49,8 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
         lines.append(f"{stages} stages, {replicas}, {micro} micro-batches a step ({c.parallel.schedule})")
     if (devices := c.parallel.devices_per_rank) > 1:
         lines.append(f"{devices} devices a rank: {', '.join(map(str, getattr(job.frontend, 'devices', ())))}")
-    lines += [text for text in [getattr(job.frontend, "stage_table", "")] if text]
+    if costs := getattr(job.frontend, "block_costs", ()):
+        lines.append(_division(costs, c.parallel.split, "stage" if trainer.groups.links else "device"))
     # The shape as the model sees it, so that a wrong axis order is obvious.
     lines.append(f"the model gets {described_inputs(c, job.data.sample)}")
     # A note of both splits is printed once.
@@ -119,3 +121,19 @@ def warn_of_events(job: Job, hooks: Sequence[Hook]) -> None:
     for hook in hooks if job.communicator.rank == 0 else ():
         for line in unknown_events(hook):
             warn(line)
+
+
+def _division(costs: Sequence[Any], split: Sequence[Any], part: str) -> str:
+    """Return the table of the stages or devices that share a model, with the share of each."""
+    rows, at = [], 0
+    seconds, weights = sum(cost.seconds for cost in costs), sum(cost.weights for cost in costs)
+    for number, count in enumerate(split):
+        of_part = costs[at : at + count]
+        names = of_part[0].name if count == 1 else f"{of_part[0].name} to {of_part[-1].name}"
+        time, size = sum(cost.seconds for cost in of_part), sum(cost.weights for cost in of_part)
+        rows.append(
+            [str(number), f"{count}: {names}", f"{1000 * time:.2f}", f"{time / (seconds or 1):.0%}"]
+            + [f"{size / 1e6:.2f}", f"{size / (weights or 1):.0%}"]
+        )
+        at += count
+    return table([part, "blocks", "ms a micro-batch", "of all", "MB of weights", "of all"], rows)

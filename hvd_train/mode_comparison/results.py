@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvd_train.compression.table import SMALL
 from hvd_train.config import Config
 from hvd_train.errors import amount
 from hvd_train.mode_comparison.turns import Limits, Result
 from hvd_train.mode_comparison.ways import PLAIN, Way
 from hvd_train.report.plots import losses
 from hvd_train.report.text_tables import table
-from hvd_train.update.buckets import SMALL
 
 LAST = 0.25  # the part of the samples over which losses are averaged: one batch is too noisy
 

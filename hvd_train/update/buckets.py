@@ -6,8 +6,6 @@ from collections.abc import Collection, Hashable, Sequence
 
 from hvd_train.protocol import Packing, TensorSpec
 
-# Entries. Smaller tensors take more time to compress than to send, and biases should stay exact.
-SMALL = 4096
 # The same in every framework, because a compressor's error depends on the bucket.
 COMPRESSED = Packing(4 << 20, 4 << 20)
 # For small tensors, if a compressor takes each of the others alone.

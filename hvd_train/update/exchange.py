@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvd_train.compression.table import SMALL
 from hvd_train.compression.uncompressed import Uncompressed
 from hvd_train.protocol import Communicator, Compressor, Handle, Ops, Packing, Rounds, State, Tensor, TensorSpec, Wire
-from hvd_train.update.buckets import COMPRESSED, SMALL, plan
+from hvd_train.update.buckets import COMPRESSED, plan
 from hvd_train.update.clip import Clip
 
 

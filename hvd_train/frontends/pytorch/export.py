@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from types import ModuleType
 from typing import Any
 
@@ -65,27 +66,37 @@ def to_pytorch(trained: Trained) -> Exported:
     return Exported(buffer.getvalue(), load, _input_types(example), shapes(_output(model, example)))
 
 
-@torch.no_grad()
-def to_torch_export(trained: Trained) -> Exported:
-    """Export a program with its weights, for any batch size; ``torch.export.load`` needs no code of the model."""
-    model, _, _, example = _model(trained, trained.dtype)
-    outputs, alone, batch = shapes(_output(model, example)), len(example) == 1, {0: torch.export.Dim("batch")}
-    buffer = io.BytesIO()
+def _arguments(example: dict[str, torch.Tensor]) -> tuple[tuple, dict[str, torch.Tensor] | None, Any]:
+    """Return (args, kwargs, dynamic shapes) with which an exporter calls the model, for any batch size."""
+    batch = {0: torch.export.Dim("batch")}
+    if len(example) == 1:
+        return tuple(example.values()), None, (batch,)
+    return (), example, dict.fromkeys(example, batch)
+
+
+@contextmanager
+def _exporter(kind: str, trained: Trained, errors: type[Exception] | tuple[type[Exception], ...]) -> Iterator[None]:
+    """Hide an exporter's progress and its warnings of missing packages; explain that it rejects the model."""
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
-            program = torch.export.export(
-                model,
-                tuple(example.values()) if alone else (),
-                None if alone else example,
-                dynamic_shapes=(batch,) if alone else dict.fromkeys(example, batch),
-            )
-            torch.export.save(program, buffer)
-    except Exception as error:  # the exporter raises many kinds, and passes on those of the model's code
-        raise unfit_for("a torch.export program", trained.config.model.name, error) from error
+            yield
+    except errors as error:
+        raise unfit_for(kind, trained.config.model.name, error.__cause__ or error) from error
     finally:
         logging.disable(logging.NOTSET)
+
+
+@torch.no_grad()
+def to_torch_export(trained: Trained) -> Exported:
+    """Export a program with its weights, for any batch size; ``torch.export.load`` needs no code of the model."""
+    model, _, _, example = _model(trained, trained.dtype)
+    outputs, buffer = shapes(_output(model, example)), io.BytesIO()
+    args, kwargs, dynamic = _arguments(example)
+    # It raises many kinds of errors, and passes on those of the model's code.
+    with _exporter("a torch.export program", trained, Exception):
+        torch.export.save(torch.export.export(model, args, kwargs, dynamic_shapes=dynamic), buffer)
     load = "import torch; model = torch.export.load({path}).module()"
     return Exported(buffer.getvalue(), load, _input_types(example), outputs)
 
@@ -95,28 +106,20 @@ def to_onnx(trained: Trained) -> Exported:
     """Export a 32-bit ONNX model with input ``input`` and output ``logits``, for any batch size."""
     package, _ = onnx_packages("onnx", "onnxscript")
     model, _, _, example = _model(trained, "float32")
-    outputs, alone = shapes(_output(model, example)), len(example) == 1
-    batch = {0: torch.export.Dim("batch")}
-    # The exporter warns that torchvision is missing, and prints its progress.
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            program = torch.onnx.export(
-                model,
-                tuple(example.values()) if alone else (),
-                kwargs=None if alone else example,
-                dynamo=True,
-                verbose=False,
-                input_names=["input"] if alone else list(example),
-                output_names=list(outputs),
-                dynamic_shapes=(batch,) if alone else dict.fromkeys(example, batch),
-            )
+    outputs = shapes(_output(model, example))
+    args, kwargs, dynamic = _arguments(example)
+    with _exporter("ONNX", trained, (torch.onnx.OnnxExporterError, ValueError)):
+        program = torch.onnx.export(
+            model,
+            args,
+            kwargs=kwargs,
+            dynamo=True,
+            verbose=False,
+            input_names=list(example) if kwargs else ["input"],
+            output_names=list(outputs),
+            dynamic_shapes=dynamic,
+        )
         proto = program.model_proto
         package.helper.set_model_props(proto, trained.about)
         content = proto.SerializeToString()
-    except (torch.onnx.OnnxExporterError, ValueError) as error:
-        raise unfit_for("ONNX", trained.config.model.name, error.__cause__ or error) from error
-    finally:
-        logging.disable(logging.NOTSET)
     return Exported(content, onnx_load(example, outputs), _input_types(example), outputs)

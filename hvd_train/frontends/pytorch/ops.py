@@ -19,6 +19,14 @@ THIN = 32
 
 
 class TorchOps(EagerControl):
+    round = staticmethod(torch.round)
+    where = staticmethod(torch.where)
+    sum = staticmethod(torch.sum)
+    dot = staticmethod(torch.dot)
+    sigmoid = staticmethod(torch.sigmoid)
+    stop_gradient = staticmethod(torch.detach)
+    library_metric = staticmethod(library_metric)
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type != "cpu":
@@ -94,15 +102,6 @@ class TorchOps(EagerControl):
     def dtype(self, x) -> str:
         return str(x.dtype).removeprefix("torch.")
 
-    def round(self, x) -> torch.Tensor:
-        return torch.round(x)
-
-    def where(self, condition, a, b) -> torch.Tensor:
-        return torch.where(condition, a, b)
-
-    def sum(self, x, axis) -> torch.Tensor:
-        return x.sum(axis)
-
     def max(self, x, axis=None) -> torch.Tensor:
         return x.max() if axis is None else x.amax(axis)
 
@@ -132,14 +131,8 @@ class TorchOps(EagerControl):
             losses = torch.zeros_like(flat, dtype=some.dtype).index_copy(0, there, some)
         return losses if labels.dim() == 1 else losses.view(labels.shape)
 
-    def stop_gradient(self, x) -> torch.Tensor:
-        return x.detach()
-
     def softplus(self, x) -> torch.Tensor:
         return torch.logaddexp(x, torch.zeros_like(x))  # torch's softplus returns x from 20 on
-
-    def sigmoid(self, x) -> torch.Tensor:
-        return torch.sigmoid(x)
 
     def argmax(self, x) -> torch.Tensor:
         return x.argmax(-1)
@@ -150,9 +143,6 @@ class TorchOps(EagerControl):
     def row_means(self, x) -> torch.Tensor:
         return x.reshape(len(x), -1).mean(1)
 
-    def dot(self, a, b) -> torch.Tensor:
-        return a.dot(b)
-
     def sum_of_squares(self, x) -> torch.Tensor:
         """Add up rows of ``ROW`` entries, then their sums: torch splits one long sum among threads, but not a row."""
         x = x.reshape(-1).pow(2)
@@ -161,8 +151,6 @@ class TorchOps(EagerControl):
             whole = len(x) // ROW * ROW
             x = torch.cat([x[:whole].view(-1, ROW).sum(1), x[whole:].sum(0, keepdim=True)])
         return x.sum()
-
-    library_metric = staticmethod(library_metric)
 
     def all_finite(self, x) -> bool:
         return torch.isfinite(x).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,10 +13,9 @@ import numpy as np
 
 from hvd_train.config import FrontEndConfig
 from hvd_train.core.agreement import collectively
-from hvd_train.data.order import share
 from hvd_train.errors import ConfigError, amount, reason
 from hvd_train.frontends.base import StateTree
-from hvd_train.frontends.stages.split import Cost, balanced, listed, stage_of
+from hvd_train.frontends.stages.split import Cost, balanced, stage_of
 from hvd_train.protocol import Batch, Sample, made_up
 
 TURNS = 3  # measurements of a block; the fastest counts
@@ -32,7 +32,7 @@ class InBlocks(StateTree):
     UNTAKEN: tuple[type[Exception], ...]  # what a block raises if its input does not fit
     config: FrontEndConfig
     _blocks: Sequence[Any]
-    stage_table = ""
+    block_costs: Sequence[Cost] = ()  # on rank 0, once the blocks are divided
     _sample: Sample
     _trainable: dict[str, Any]
     _fixed: dict[str, Any]
@@ -126,7 +126,8 @@ def divide(frontend: InBlocks, parts: int, global_batch: int) -> list[int]:
         check_count(wanted, len(names), parts, frontend.PART, frontend.KEY)
         if world.rank:
             return [], []
-        rows = share(share(global_batch, config.micro_batches, 0)[1], frontend.groups.data.size, 0)[1]
+        # The rows of the longest part of a micro-batch.
+        rows = math.ceil(math.ceil(global_batch / config.micro_batches) / frontend.groups.data.size)
         costs = frontend.costs(tiled(made_up(frontend._sample), rows))
         live = config.parallel.pipeline  # micro-batches whose activations are kept
         shares = [(cost.seconds, float(cost.weights + live * cost.activations), float(cost.weights)) for cost in costs]
@@ -135,7 +136,7 @@ def divide(frontend: InBlocks, parts: int, global_batch: int) -> list[int]:
     costs, split = collectively(world, measured)
     split = json.loads(world.broadcast_bytes(json.dumps(split).encode()))
     collectively(world, lambda: frontend.take_split(split))
-    frontend.stage_table = listed(costs, split, frontend.PART) if costs else ""
+    frontend.block_costs = costs
     return split
 
 

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hvd_train.report.text_tables import table
-
 
 class Cost(NamedTuple):
     """The cost of a block: ``seconds`` forward and backward of a micro-batch, and bytes.
@@ -57,19 +55,3 @@ def balanced(costs: Sequence[tuple[float, ...]], stages: int) -> list[int]:
 def stage_of(split: Sequence[int]) -> list[int]:
     """Return the stage of each block."""
     return [stage for stage, count in enumerate(split) for _ in range(count)]
-
-
-def listed(costs: Sequence[Cost], split: Sequence[int], title: str = "stage") -> str:
-    """Format the table of stages or devices, with each one's share."""
-    rows, at = [], 0
-    seconds, weights = sum(c.seconds for c in costs), sum(c.weights for c in costs)
-    for stage, count in enumerate(split):
-        part = costs[at : at + count]
-        names = part[0].name if count == 1 else f"{part[0].name} to {part[-1].name}"
-        time, size = sum(c.seconds for c in part), sum(c.weights for c in part)
-        rows.append(
-            [str(stage), f"{count}: {names}", f"{1000 * time:.2f}", f"{time / (seconds or 1):.0%}"]
-            + [f"{size / 1e6:.2f}", f"{size / (weights or 1):.0%}"]
-        )
-        at += count
-    return table([title, "blocks", "ms a micro-batch", "of all", "MB of weights", "of all"], rows)

@@ -17,10 +17,12 @@ from hvd_train.script.keras.api import (
     print,
     rank,
     size,
+    times,
     tqdm,
 )
 from hvd_train.script.keras.loop import reduce, shard
 
 __all__ = [
-    "barrier", "distribute", "global_weights", "is_main", "print", "rank", "reduce", "shard", "size", "tqdm",
+    "barrier", "distribute", "global_weights", "is_main", "print", "rank", "reduce", "shard", "size", "times",
+    "tqdm",
 ]  # fmt: skip

@@ -21,11 +21,12 @@ from hvd_train.script.pytorch.api import (
     shard,
     size,
     sum,
+    times,
     tqdm,
 )
 from hvd_train.script.pytorch.checkpoint import load, save
 
 __all__ = [
     "barrier", "device", "distribute", "global_weights", "is_main", "load", "no_sync", "print", "rank", "save", "shard",
-    "size", "sum", "tqdm",
+    "size", "sum", "times", "tqdm",
 ]  # fmt: skip

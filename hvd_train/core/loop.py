@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hvd_train.core.callbacks.epoch_log import EpochLog
 from hvd_train.core.callbacks.loss_log import LossLog
 from hvd_train.core.callbacks.plateau import Plateau
 from hvd_train.core.callbacks.speed import Speed
+from hvd_train.core.callbacks.time_log import TimeLog
 from hvd_train.core.callbacks.weight_check import WeightCheck
 from hvd_train.core.control_sync import StopSource
 from hvd_train.core.hooks import Epoch, Hook, HookCalls, StepInfo
@@ -29,9 +30,10 @@ from hvd_train.core.step import StepRunner
 from hvd_train.core.step_actions import StepRules
 from hvd_train.core.stopping import Interruption, StopSync
 from hvd_train.core.summary import summary
+from hvd_train.core.time_account import COMPUTE, INPUT, REST
 from hvd_train.core.training import Training
 from hvd_train.core.validation import Validation
-from hvd_train.errors import NonFiniteError
+from hvd_train.errors import Interrupted, NonFiniteError
 from hvd_train.protocol import FrontEnd, Source, Update
 from hvd_train.run_folder.log import NullLog, RunLog
 
@@ -64,12 +66,14 @@ class Trainer(Training):
         weight_check = WeightCheck(loss_log)
         watching: list[Hook] = [EarlyStopping(config.early_stopping)] if config.early_stopping else []
         watching += [Plateau(config.optim.plateau)] if config.optim.plateau else []
-        self._saver = Saver(self, loss_log, weight_check, lambda path: self._call("on_checkpoint", path), memory)
-        self._sync = StopSync(self, self._saver)
+        self._time_log = TimeLog(self.communicator.size)
+        announce = partial(self._call, "on_checkpoint")
+        self._saver = Saver(self, loss_log, weight_check, self._time_log, announce, memory)
+        self._sync = StopSync(self, self._saver, self._time_log)
         interruption = Interruption(self, self._sync, self._saver)
         # The ranks agree on stopping after the user's hooks, which may request it; then they save.
         first = [speed, loss_log, weight_check, *watching]
-        self._hooks = HookCalls(first, hooks, [self._sync, EpochLog(), self._saver, interruption])
+        self._hooks = HookCalls(first, hooks, [self._sync, EpochLog(self._time_log), self._saver, interruption])
         self._validation = Validation(self, weight_check, self._sync, interruption)
         self._steps, rules = StepRunner(self), StepRules(config, snapshots=memory is not None)
         self._pace: Pace = Lockstep(self, rules, self._sync.turns.due)
@@ -106,6 +110,9 @@ class Trainer(Training):
             if self.paused:
                 self._saver.keep()
             self._saver.wait()
+        except Interrupted:
+            self._time_log.write(self)
+            raise
         finally:  # finish the checkpoint before raising a training error
             self._saver.writer.wait()
         self.update.finish_transfers()  # no rank leaves while a transfer is in flight
@@ -113,7 +120,7 @@ class Trainer(Training):
             self.update.end_training()
         if not self.update.has_global_weights:  # leave the result in the model for the caller
             self.update.take_global_weights()
-        result = summary(self)
+        result = summary(self) | {"time": self._sync.last(self)}
         self._call("on_end", result)
         return result
 
@@ -134,7 +141,7 @@ class Trainer(Training):
     def _epoch(self) -> None:
         """Train the rest of an epoch and end it. An epoch interrupted in its evaluation is only ended."""
         p = self.progress
-        started, samples_before = time.perf_counter(), p.seen
+        started, samples_before = self.time.enter(REST), p.seen
         steps_done = -(-p.consumed // self.global_batch)
         first_step = p.step - steps_done
         if p.ending:
@@ -145,15 +152,18 @@ class Trainer(Training):
         self.before_epoch(self)
         self._sync.turns.begin()
         with closing(self._pace.steps()) as steps:
-            clock = time.perf_counter()
+            clock = self.time.enter(INPUT)
             for step in steps:
+                self.time.enter(COMPUTE)
                 rate, sums, counts = self._steps.run(step)
                 steps_done = p.step - first_step
                 due = self._pace.due(self._at_end(steps_done))
                 # Before ranks exchange anything, all must have run the same steps.
                 if due.sync or due.check or not self._begun:
                     self.frontend.run_queued()
-                info = StepInfo(step, rate, sums, counts, time.perf_counter() - clock, due)
+                queued = bool(self.frontend.queued)
+                ended = self.time.stepped(queued)
+                info = StepInfo(step, rate, sums, counts, (ended - clock) / 1e9, due)
                 self._begin()
                 self.stop_source.at("training", p.step)
                 faults.at("step")
@@ -164,8 +174,10 @@ class Trainer(Training):
                 self._call("on_step_end", info)
                 if p.ending:
                     break
-                clock = time.perf_counter()  # a step's time excludes hooks
-        self._end_epoch(rate, time.perf_counter() - started, p.seen - samples_before, self._at_end(steps_done))
+                # A step's time excludes hooks, unless one reads a result of queued steps, which runs them.
+                clock = self.time.hooks_ended(queued and not self.frontend.queued)
+        seconds = (self.time.enter(REST) - started) / 1e9
+        self._end_epoch(rate, seconds, p.seen - samples_before, self._at_end(steps_done))
 
     def _at_end(self, steps_done: int) -> bool:
         # An epoch that began with another global batch may have one more step: it ends when no samples are left.

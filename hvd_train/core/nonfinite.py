@@ -47,7 +47,7 @@ class Skips:
             raise NonFiniteError(what, where=f"step {p.step}", fix=NONFINITE_FIX, common=True, ranks=ranks)
         if not self._scaled:
             p.skipped += 1
-            self._log.message(f"step {p.step}: {what} not finite, nothing was changed")
+            self._log.notice("steps not finite", f"step {p.step}: {what} not finite, nothing was changed")
         return True
 
 
@@ -60,4 +60,5 @@ def rescale(p: Progress, finite: bool, log: RunLog | NullLog) -> None:
     if p.loss_scale < 1:
         what = "the gradients overflow in 16 bits, however small the loss is scaled"
         raise NonFiniteError(what, where=f"step {p.step}", fix="set precision: bf16-mixed or 32", common=True)
-    log.message(f"step {p.step}: a gradient overflowed, nothing was changed; loss scale {p.loss_scale:g}")
+    what = f"step {p.step}: a gradient overflowed, nothing was changed; loss scale {p.loss_scale:g}"
+    log.notice("gradients overflowed", what)

@@ -13,9 +13,11 @@ from hvd_train.checkpoint.writer import NOT_KEPT, Writer, raise_if_failed
 from hvd_train.core import train_state
 from hvd_train.core.agreement import collectively
 from hvd_train.core.callbacks.loss_log import LossLog
+from hvd_train.core.callbacks.time_log import TimeLog
 from hvd_train.core.callbacks.weight_check import WeightCheck
 from hvd_train.core.hooks import Epoch, Hook, StepInfo
 from hvd_train.core.nonfinite import MOST_IN_A_ROW
+from hvd_train.core.time_account import SAVE
 from hvd_train.core.training import Training
 from hvd_train.errors import NonFiniteError
 
@@ -33,11 +35,12 @@ class Saver(Hook):
         training: Training,
         loss_log: LossLog,
         weight_check: WeightCheck,
+        time_log: TimeLog,
         announce: Callable[[Path], None],
         memory: Path | None,
     ) -> None:
         self._training, self._loss_log, self._weight_check = training, loss_log, weight_check
-        self._announce, self._memory = announce, memory
+        self._time_log, self._announce, self._memory = time_log, announce, memory
         self.writer = Writer(training.config.watchdog_s)
         self._last: Path | None = None  # the last checkpoint that this run saved or resumed from
         self._rolled_back = 0  # rollbacks since the last checkpoint
@@ -89,15 +92,15 @@ class Saver(Hook):
         training, rule = self._training, self._training.config.checkpoint
         if not (rule.save_last or rule.save_top_k or keep or memory):
             return
-        training.stragglers.pause()
         self.wait()  # one at a time
         try:
-            with self._weight_check.global_weights(training):
+            with training.time.within(SAVE), self._weight_check.global_weights(training):
                 training.stop_source.at("saving", training.progress.step)
                 train_state.save(training, metrics, self.writer, keep=keep, memory=memory)
         except NonFiniteError as error:
             self.roll_back(error)
             return
+        self._time_log.saved(training)
         self._last, self._rolled_back, self._metrics = self.writer.path, 0, metrics
         self._saved = not memory and (rule.save_last or keep)  # otherwise it may not be kept
 
@@ -108,10 +111,11 @@ class Saver(Hook):
         training = self._training
         training.stop_source.at("saving", training.progress.step)
         outcome = None
-        while outcome is None:  # if ranks wait too long for one, Horovod reports a stall
-            self.writer.wait(WAIT_SECONDS)
-            local = json.dumps(self.writer.outcome()).encode()
-            outcome = json.loads(training.communicator.broadcast_bytes(local))
+        with training.time.within(SAVE):
+            while outcome is None:  # if ranks wait too long for one, Horovod reports a stall
+                self.writer.wait(WAIT_SECONDS)
+                local = json.dumps(self.writer.outcome()).encode()
+                outcome = json.loads(training.communicator.broadcast_bytes(local))
         self.written(outcome)
 
     def written(self, outcome: str) -> None:
@@ -141,6 +145,7 @@ class Saver(Hook):
         snapshot = collectively(training.communicator, lambda: store.load(Path(path)) if first else None)
         train_state.restore(training, snapshot)
         # Weights, optimizer state and loss scale are the checkpoint's, but not the position in the data.
+        self._time_log.rolled_back(training.progress.step)
         p.loss_scale, p.good_steps, training.progress = training.progress.loss_scale, 0, p
         self._loss_log.discard()
         self._saved, self._metrics = False, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 from hvd_train.core.agreement import collectively
 from hvd_train.core.callbacks.straggler_log import watch_stragglers
+from hvd_train.core.callbacks.time_log import TimeLog
 from hvd_train.core.control_sync import ControlSync
 from hvd_train.core.hooks import Epoch, Hook, StepInfo
 from hvd_train.core.saving import Saver
@@ -25,8 +27,8 @@ class StopSync(Hook):
     ``signal``: the number of the signal that the ranks agreed to follow, INCOMPLETE or 0.
     """
 
-    def __init__(self, training: Training, saver: Saver) -> None:
-        self._training, self._saver = training, saver
+    def __init__(self, training: Training, saver: Saver, time_log: TimeLog) -> None:
+        self._training, self._saver, self._time_log = training, saver, time_log
         self.request_sync: Callable[[], None] | None = None  # in async mode, where ranks do not sync by the clock
         self.turns = ControlSync(training.communicator)  # steps
         self.signal = 0
@@ -45,22 +47,31 @@ class StopSync(Hook):
 
     def sync_in_evaluation(self, turns: ControlSync) -> None:
         """Agree only on signals: no hook is called within an evaluation, and an interrupted run repeats it."""
-        self._sync(turns, "", None, 0.0)
+        self._sync(turns, "", None, None)
 
     def _sync_all(self, reason: str) -> None:
         training = self._training
-        rows = self._sync(self.turns, reason, self._saver.writer.outcome(), training.frontend.waited())
+        rows = self._sync(self.turns, reason, self._saver.writer.outcome(), training.time.window())
         reasons = [row[0] for row in rows if row[0]]
         if reasons:
             training.progress.stopped, training.stop_reason = True, ""
             training.log.message(reasons[0])
-        watch_stragglers(training, [row[3] for row in rows])
+        windows = [row[3] for row in rows]
+        self._time_log.add(training, windows)
+        watch_stragglers(training, windows)
         if rows[0][2] is not None:  # only rank 0 writes
             self._saver.written(rows[0][2])
 
-    def _sync(self, turns: ControlSync, reason: str, outcome: str | None, waited: float) -> list[Any]:
-        """Return [reason to stop, signal, outcome of a write, seconds waited] of each rank."""
-        rows = turns.sync([reason, self._request(), outcome, waited])
+    def last(self, training: Training) -> dict[str, float]:
+        """Exchange the time since the last sync at the end of the training; return the summary of times."""
+        parts = training.communicator.allgather_bytes(json.dumps(training.time.window()).encode(), "time")
+        self._time_log.add(training, [json.loads(part) for part in parts])
+        self._time_log.write(training)
+        return self._time_log.summary(training)
+
+    def _sync(self, turns: ControlSync, reason: str, outcome: str | None, window: list[Any] | None) -> list[Any]:
+        """Return [reason to stop, signal, outcome of a write, window of time] of each rank."""
+        rows = turns.sync([reason, self._request(), outcome, window])
         self.signal = next((number for _, number, *_ in rows if number), 0)
         return rows
 

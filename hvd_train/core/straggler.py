@@ -6,15 +6,17 @@ time as the others wait longer.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from hvd_train.core.time_account import COMPUTE, INPUT, REST, WAITED
+
 SYNCS = 8  # syncs, which are 0.25 to 1 s or one step apart
-SHARE, SECONDS = 0.2, 0.001  # share of a step; less is irrelevant or noise
 NAMED = 3  # limit of immediate reports: on a busy machine each rank is slow for a while
+SHARE, SECONDS = 0.2, 0.001  # share of a step; less is irrelevant or noise
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,13 @@ class Straggler:
         return f"rank {self.rank} is slow: the others wait for it {lost}, since step {self.since}"
 
 
+def look_at(stragglers: Stragglers, step: int, windows: Sequence[list[Any]]) -> bool:
+    """``Stragglers.look`` at the windows of all ranks (``TimeAccount.window``) up to ``step``."""
+    steps, spent, *_ = windows[0]
+    seconds = sum(spent[part] for part in (INPUT, COMPUTE, REST, WAITED)) / 1e9
+    return len(windows) > 1 and stragglers.look(step, steps, seconds, [one[1][WAITED] / 1e9 for one in windows])
+
+
 class Stragglers:
     """Detects stragglers. ``slow_rank``: the current one, or None. ``least_wait``: the minimum over ranks of the share
     of time spent in transfers, None: not yet known."""
@@ -39,26 +48,20 @@ class Stragglers:
         self.slow_rank: Straggler | None = None
         self.least_wait: float | None = None
         self._named: set[int] = set()
-        self._before: tuple[int, float, np.ndarray] | None = None
         self._rows: list[tuple[int, float, np.ndarray]] = []  # steps, seconds, seconds that each rank waited
         self._first = 0
 
-    def pause(self) -> None:
-        """Exclude the time that follows: an evaluation or a save."""
-        self._before = None
-
-    def look(self, step: int, waited: Sequence[float]) -> bool:
-        """Look for a straggler at ``step``. ``waited``: seconds that each rank has waited since its start.
+    def look(self, step: int, steps: int, seconds: float, waited: Sequence[float] | np.ndarray) -> bool:
+        """Look for a straggler at ``step``. ``waited``: seconds of each rank in the last ``steps``, which took
+        ``seconds``.
 
         Returns whether to report it at once: the first time for each rank, and for at most three ranks.
         """
-        now, before = (step, time.monotonic(), np.array(waited)), self._before
-        self._before = now
-        if before is None or before[0] >= step:
+        if not steps or seconds <= 0:
             return False
         if not self._rows:
-            self._first = before[0] + 1
-        self._rows.append((step - before[0], now[1] - before[1], now[2] - before[2]))
+            self._first = step - steps + 1
+        self._rows.append((steps, seconds, np.array(waited)))
         if len(self._rows) < SYNCS:
             return False
         self.slow_rank = self._judge()

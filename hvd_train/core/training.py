@@ -12,6 +12,7 @@ from hvd_train.core.control_sync import StopSource
 from hvd_train.core.learning_rate import Schedule
 from hvd_train.core.loss_scale import FIRST_SCALE
 from hvd_train.core.straggler import Stragglers
+from hvd_train.core.time_account import TimeAccount
 from hvd_train.data.loader import Loader
 from hvd_train.protocol import FrontEnd, Source, Update
 from hvd_train.run_folder.log import NullLog, RunLog
@@ -58,6 +59,13 @@ class Training:
         self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0, warmup=self.schedule.mixed_warmup)
         self.stop_reason = ""  # why a hook on this rank requests to stop; the ranks agree on it at a log line
         self.stragglers = Stragglers()
+        links = self.groups.links
+        self.time = TimeAccount(self._waited, (lambda: links.waited) if links else None)
+
+    def _waited(self, fresh: bool) -> float:
+        """Return the seconds that this rank has waited for transfers. ``fresh``: steps may have run since."""
+        world = self.communicator.waited if self.groups.links else 0.0  # otherwise the front-end counts them
+        return self.frontend.waited(fresh) + world
 
     def _loader(self, source: Source) -> Loader:
         return Loader(

@@ -14,6 +14,7 @@ from hvd_train.core.callbacks.weight_check import WeightCheck
 from hvd_train.core.control_sync import ControlSync
 from hvd_train.core.evaluation import evaluate
 from hvd_train.core.stopping import Interruption, StopSync
+from hvd_train.core.time_account import EVALUATE
 from hvd_train.core.training import Training
 from hvd_train.protocol import Batch
 
@@ -43,8 +44,7 @@ class Validation:
         """Evaluate, and log the result for epoch number ``epoch`` (from 0)."""
         training = self._training
         p = training.progress
-        training.stragglers.pause()
-        with self._weight_check.global_weights(training):
+        with training.time.within(EVALUATE), self._weight_check.global_weights(training):
             training.stop_source.at("evaluation", p.step)
             self._turns.begin()
             if training.update.needs_statistics:

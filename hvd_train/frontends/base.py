@@ -118,7 +118,7 @@ class StateTree(NamedArrays):
     def peak_device_bytes(self) -> int:
         return 0
 
-    def waited(self) -> float:
+    def waited(self, fresh: bool = True) -> float:
         return self.groups.data.waited
 
     def counts(self, batch: Batch) -> np.ndarray:

@@ -241,7 +241,10 @@ class HorovodCommunicator(ABC):
         return Traffic()
 
     def window(self, entries: int, dtype: str) -> MpiWindow:
-        return MpiWindow(self.part or mpi_world(world()), entries, dtype)
+        return MpiWindow(self.part or mpi_world(world()), entries, dtype, self._count_wait)
+
+    def _count_wait(self, seconds: float) -> None:
+        self.waited += seconds
 
 
 def _ended_transfers(error: BaseException | None) -> bool:

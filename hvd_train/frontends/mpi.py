@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -75,11 +76,17 @@ class Counter:
 
 
 class MpiWindow:
-    """``entries`` numbers of this rank, initially zero, that all ranks of ``mpi`` read and change one-sidedly."""
+    """``entries`` numbers of this rank, initially zero, that all ranks of ``mpi`` read and change one-sidedly.
 
-    def __init__(self, mpi: Any, entries: int, dtype: str) -> None:
+    ``took`` gets the seconds of each call.
+    """
+
+    def __init__(
+        self, mpi: Any, entries: int, dtype: str, took: Callable[[float], None] = lambda seconds: None
+    ) -> None:
         from mpi4py import MPI
 
+        self._took = took
         self._mpi, self._dtype = MPI, np.dtype(dtype)
         # Horovod's thread calls MPI at the same time.
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -97,24 +104,30 @@ class MpiWindow:
         mpi.Barrier()
 
     def read(self, rank: int, into: np.ndarray) -> None:
+        began = time.perf_counter()
         # Not Get: it may read a half-written entry during an Accumulate.
         self._window.Lock(rank, self._mpi.LOCK_SHARED)
         kind = self._mpi.Datatype.fromcode(into.dtype.char)
         self._window.Get_accumulate([into, 0, kind], into, rank, [0, len(into), kind], self._mpi.NO_OP)
         self._window.Unlock(rank)
+        self._took(time.perf_counter() - began)
 
     def add(self, rank: int, x: np.ndarray) -> None:
+        began = time.perf_counter()
         self._window.Lock(rank, self._mpi.LOCK_SHARED)
         self._window.Accumulate(x, rank, op=self._mpi.SUM)
         self._window.Unlock(rank)
+        self._took(time.perf_counter() - began)
 
     def change(self, rank: int, to: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        began = time.perf_counter()
         old = np.empty(self._lengths[rank], self._dtype)
         self._window.Lock(rank)
         self._window.Get(old, rank)
         self._window.Flush(rank)
         self._window.Put(np.ascontiguousarray(to(old), self._dtype), rank)
         self._window.Unlock(rank)
+        self._took(time.perf_counter() - began)
         return old
 
     def close(self) -> None:

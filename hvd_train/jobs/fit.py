@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from hvd_train.jobs.probabilities import warn_of_probabilities
 from hvd_train.jobs.resume import find_checkpoint
 from hvd_train.jobs.user_hooks import hooks_of
 from hvd_train.launch import job_folders, snapshots
-from hvd_train.launch.environment import keep_memory, world
+from hvd_train.launch.environment import command_began, keep_memory, world
 from hvd_train.launch.failed_rank import end_at_once
 from hvd_train.launch.signals import SignalListener
 from hvd_train.protocol import broadcast_json
@@ -62,7 +63,11 @@ def fit(
         listener.last_calls += [snapshots.remove_orphaned, job_folders.remove_orphaned]
         try:
             hooks = _rank_check(job)
-            train(job, resume, allow_change, overwrite, lock, hooks, stop_source=listener, until=until, quiet=quiet)
+            began = command_began()
+            train(
+                job, resume, allow_change, overwrite, lock, hooks,
+                stop_source=listener, until=until, quiet=quiet, began=began,
+            )  # fmt: skip
         except Interrupted as error:
             code = error.exit_code
         # Ignore signals from here on: ranks end one by one, and launchers send signals to the last ones.
@@ -95,12 +100,14 @@ def train(
     stop_source: StopSource | None = None,
     until: int | None = None,
     quiet: bool = False,
+    began: float | None = None,
 ) -> dict[str, Any]:
     """Train an opened job to its end or to epoch ``until``. Returns the summary, equal on all ranks.
 
     All ranks read and check everything before the run folder changes. ``user_hooks``: some ``hooks`` are the user's.
-    Raises Interrupted.
+    ``began``: when the ranks' time began (seconds since 1970); None: now. Raises Interrupted.
     """
+    began = began or time.time()
     config, communicator, run_dir = job.config, job.communicator, Path(job.config.run_dir)
     # Training from Python handles no signals, and must not end the user's process because of a file.
     log = _log_of(job, lock, quiet, FileWatch(config.watchdog_s, end_at_once if stop_source else None))
@@ -125,6 +132,7 @@ def train(
             config, job.frontend, update, *data, run_dir, log, compression, hooks, stop_source, until, memory
         )
         trainer.before_epoch = partial(unfreeze, job, user_hooks=user_hooks)
+        trainer.time.add_start(time.time() - began)
         notes = trainer.restore(snapshot)
     too_rare = missed_averages.notes(config, trainer.schedule.total_steps, trainer.progress.step, trainer.limit)
     notes = [*config.notes, *trainer.schedule.notes(), *too_rare, *notes]
@@ -137,7 +145,7 @@ def train(
     keeps_memory = keep_memory()  # not before, so that memory freed during setup returns to the kernel
     if isinstance(log, RunLog):
         log.trackers = Trackers(trackers, TrackedRun(run_dir, dict(leaves(config.resolved().model_dump(mode="json")))))
-        log.files = _files(job, compression, keeps_memory)
+        log.files, log.began = _files(job, compression, keeps_memory), began
         log.resumed_at = None if resume is None else trainer.progress.step
         log.evaluates_again = trainer.progress.ending
         log.replace = overwrite and not layout.goes_on(run_dir, resume)
@@ -146,6 +154,8 @@ def train(
     if communicator.rank == 0:
         with log.watch.at(run_dir):
             text = messages.end(summary, config)
+        if words := messages.time_of(summary):
+            log.message(words)
         log.last_message(text)
     log.close()
     return summary

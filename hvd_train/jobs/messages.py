@@ -11,6 +11,7 @@ from hvd_train.checkpoint import store
 from hvd_train.config import Config
 from hvd_train.core.hooks import Hook, unknown_events
 from hvd_train.core.loop import Trainer
+from hvd_train.core.shares import SHOWN, described
 from hvd_train.data.dataset import DataSet
 from hvd_train.data.number_labels import remark_on_ignored
 from hvd_train.errors import CheckpointError, amount, listing, printable
@@ -19,6 +20,8 @@ from hvd_train.jobs.resume import best_rule
 from hvd_train.protocol import Sample
 from hvd_train.report.text_tables import table
 from hvd_train.run_folder.terminal import warn
+
+LONG_RUN = 60.0  # seconds from which the end of a run says what they were spent on
 
 
 def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
@@ -114,6 +117,24 @@ def end(summary: dict[str, Any], config: Config) -> str:
     speed = summary["samples_per_second"]
     speed = f", {speed:,.0f} samples/s" if speed else ""
     return f"{word}: {result}{speed}{best}; run folder {printable(str(run_dir), one_line=True)}"
+
+
+def time_of(summary: dict[str, Any]) -> str:
+    """Describe in one line what the time of a long run was spent on; "" for a short one."""
+    times = summary["time"]
+    parts = {name: times[name] for name in SHOWN}
+    total = sum(parts.values())
+    if total < LONG_RUN:
+        return ""
+    shares = described({name: x / total for name, x in parts.items()})
+    return f"time: {shares}; {times['effective']:.0%} of {_duration(times['allocation'])} went into steps that count"
+
+
+def _duration(seconds: float) -> str:
+    """Format as ``2 min 5 s`` or ``3 h 10 min``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def warn_of_events(job: Job, hooks: Sequence[Hook]) -> None:

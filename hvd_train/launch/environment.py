@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from hvd_train.frameworks import FRAMEWORKS, KERNELS
 from hvd_train.launch import launchers
 from hvd_train.launch.world import World
 
+BEGAN = "HVD_TRAIN_BEGAN"  # set by -np: when the command began, in seconds since 1970
 CORES = "HVD_TRAIN_CORES"  # set by -np: the cores that all ranks share, comma-separated
 # Horovod's variable: seconds until it ends ranks that do not call the same collective.
 STALL, STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600"
@@ -21,6 +23,16 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
     """Return this process's rank and world from its launcher's variables. Raises ConfigError for a launcher that
     Horovod does not support."""
     return launchers.detect(environ)
+
+
+def command_began() -> float:
+    """Return when the command began that started this rank, in seconds since 1970."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    began = time.time() - age
+    with suppress(ValueError):  # the hosts' clocks may differ
+        return min(float(os.environ.get(BEGAN, began)), began)
+    return began
 
 
 def bind(here: World) -> None:

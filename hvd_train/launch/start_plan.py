@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from hvd_train.config import Config
 from hvd_train.errors import ConfigError
-from hvd_train.launch.environment import world
+from hvd_train.launch.environment import BEGAN, command_began, world
 from hvd_train.launch.hosts import Hosts, look, spread
 from hvd_train.launch.launchers import AUTO, NONE, choose, named
 from hvd_train.launch.launchers.base import Launcher, Layout
@@ -94,6 +95,7 @@ class Launched:
 
     def run(self, words: Sequence[str], config: Config, verbose: bool, once: bool) -> int:
         """Run ``hvd-train WORDS`` on the ranks. Returns the exit code. ``once``: no restart from a checkpoint."""
+        os.environ[BEGAN] = str(command_began())  # restarts are part of the time that the training takes
         if self.hosts or once:
             return launch(self.num_proc, self.launcher, words, verbose, hosts=self.hosts)
         most, framework, threads = self.restarts.most, config.framework, config.threads

@@ -227,8 +227,11 @@ class Evaluable(FrontEndPart, Protocol):
 class Runtime(Protocol):
     """Measurements of this rank: waiting time and memory."""
 
-    def waited(self) -> float:
-        """Return the seconds that this rank has waited for transfers since its start; no step may be queued."""
+    def waited(self, fresh: bool = True) -> float:
+        """Return the seconds that this rank has waited for transfers since its start.
+
+        ``fresh``: steps have run since the last call, and none is queued. Otherwise the last steps may be left out.
+        """
 
     def peak_device_bytes(self) -> int:
         """Return the peak GPU memory of this rank's tensors; 0: on a CPU."""

@@ -21,7 +21,7 @@ SUMMARY = "summary.json"
 REQUEUED = "requeued.json"  # the step from which the job was requeued last
 VOCABULARY = "vocabulary.json"  # of a text whose words are numbered
 RUN = (
-    "checkpoints", "tensorboard", "loggers", "metrics.jsonl", "metrics.csv", SUMMARY, "config.yaml",
+    "checkpoints", "tensorboard", "loggers", "metrics.jsonl", "metrics.csv", "steps.jsonl", SUMMARY, "config.yaml",
     "environment.json", VOCABULARY, REQUEUED,
 )  # fmt: skip
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hvd_train.run_folder import layout, metrics_file, safe_reading
 from hvd_train.run_folder.answering import FileWatch
 from hvd_train.run_folder.lock import Lock
 from hvd_train.run_folder.metrics_file import MetricsFile
+from hvd_train.run_folder.step_times import StepTimes
 from hvd_train.run_folder.tensorboard import Events
 from hvd_train.run_folder.terminal import LongStep, Terminal, on_terminal, say, warn
 from hvd_train.run_folder.trackers.calls import Trackers
@@ -42,6 +44,13 @@ class NullLog:
     def summary(self, values: dict[str, Any]) -> None: ...
     def compression_error(self, *args: Any) -> None: ...
     def straggler(self, *args: Any) -> None: ...
+    def time(self, *args: Any) -> None: ...
+    def steps(self, *args: Any) -> None: ...
+    def steps_saved(self, *args: Any) -> None: ...
+    def notice(self, kind: str, text: str) -> None: ...
+    def allocation(self, counted: float) -> tuple[float, float]:
+        return 0.0, 0.0
+
     def begin(self, needed: int) -> None: ...
     def check(self) -> None: ...
     def incomplete(self) -> bool:
@@ -55,6 +64,9 @@ class WordLog(NullLog):
     """A log that only prints rank 0's messages."""
 
     def message(self, text: str) -> None:
+        say(text)
+
+    def notice(self, kind: str, text: str) -> None:
         say(text)
 
     def warning(self, text: str) -> None:
@@ -99,6 +111,10 @@ class RunLog:
         self.replace = False
         self._metrics: MetricsFile | None = None
         self._early: list[Callable[[], None]] = []  # events before begin
+        self.began = time.time()  # of the command that started the ranks
+        self._steps: StepTimes | None = None
+        self._notices: Counter[str] = Counter()  # since the last row of an epoch
+        self._told: set[str] = set()
         self._events: Events | None = None
         self.trackers: Trackers | None = None
         self._long_step: LongStep | None = None
@@ -129,6 +145,7 @@ class RunLog:
             if self._tensorboard:
                 self._open_events()
             self._metrics = MetricsFile(self.run_dir)
+            self._steps = StepTimes(self.run_dir, self.began, self.resumed_at or 0)
             if self.trackers:
                 self.trackers.begin()
             if replaced:
@@ -235,6 +252,30 @@ class RunLog:
     def straggler(self, epoch: int, step: int, row: Mapping[str, Any]) -> None:
         self._write({"event": "straggler", "epoch": epoch + 1, "step": step, **row})
 
+    def time(self, epoch: int, step: int, row: Mapping[str, float]) -> None:
+        """Log the time since the last such line: seconds of each part, as the mean over ranks."""
+        if self._metrics is None:
+            return
+        whole = {"event": "time", "epoch": epoch + 1, "step": step, **row}
+        self._write(whole)
+        self._show(epoch, step, metrics_file.scalars(whole))
+
+    def steps(self, window: Mapping[str, Any]) -> None:
+        """Log the times of the steps between two syncs."""
+        if self._steps:
+            with self.watch.at(self.run_dir):
+                self._steps.window(window)
+
+    def steps_saved(self, step: int, counted: float) -> None:
+        """Log that a checkpoint has the first ``step`` steps, of which this start spent ``counted`` seconds."""
+        if self._steps:
+            with self.watch.at(self.run_dir):
+                self._steps.saved(step, counted)
+
+    def allocation(self, counted: float) -> tuple[float, float]:
+        """Return the seconds of the steps that count and of the allocation, of all starts of the run."""
+        return self._steps.allocation(counted) if self._steps else (counted, time.time() - self.began)
+
     def _leave_files(self, step: int) -> None:
         """Move files of an earlier start into ``left-XXXX`` if this run will not rewrite them with the same steps."""
         later = layout.summary_steps(self.run_dir) > step
@@ -278,6 +319,9 @@ class RunLog:
         if self._metrics is not None:
             with self.watch.at(self._metrics.path):
                 self._metrics.close(step)
+        if self._steps:
+            with self.watch.at(self.run_dir):
+                self._steps.flush()
 
     # ---- words
 
@@ -305,12 +349,12 @@ class RunLog:
         lr: float,
         samples_per_second: float | None,
         seconds: float,
-        note: str = "",
+        notes: Sequence[str] = (),
     ) -> None:
         """Print the row of an epoch.
 
         ``values``: {train_NAME or val_NAME: value, None without an evaluation}. ``samples_per_second``: over these
-        ``seconds``. ``note``: appended to the row.
+        ``seconds``. ``notes``: appended to the row, and the number of notices that were not printed.
         """
         shown = {name.replace("train_", "").replace("_", " "): x for name, x in values.items() if name != "val_samples"}
         widths = [max(8, len(name) + 1) for name in shown]
@@ -323,7 +367,17 @@ class RunLog:
         cells = " ".join(_cell(x, width) for x, width in zip(shown.values(), widths, strict=True))
         speed = f"{'-':>10}" if samples_per_second is None else f"{samples_per_second:10,.0f}"
         row = f"{f'{epoch + 1}{total}':>{first}} {step:8d} {cells} {lr:9.3g} {speed} {seconds:8.1f}"
-        self.message(f"{row}  {note}" if note else row)
+        repeated = [f"{count} more {kind}" for kind, count in self._notices.items()]
+        self._notices.clear()
+        self.message("  ".join([row, *filter(None, ["; ".join([*filter(None, notes), *repeated])])]))
+
+    def notice(self, kind: str, text: str) -> None:
+        """Print a message that may repeat: only the first of a ``kind``; the row of an epoch counts the others."""
+        if kind in self._told:
+            self._notices[kind] += 1
+            return
+        self._told.add(kind)
+        self.message(text)
 
     def message(self, text: str) -> None:
         if not self._quiet:

@@ -13,6 +13,7 @@ from hvd_train.run_folder import safe_reading
 
 NAME = "metrics.jsonl"
 FIXED = ("event", "epoch", "step", "samples", "lr", "samples_per_second")  # all other keys of a result are metrics
+NO_PARTS = (*FIXED, "seconds", "steps", "memory_bytes")  # all other keys of a "time" are parts of its seconds
 MAX_BYTES, MAX_LINE_BYTES = 1 << 30, 1 << 20
 
 
@@ -67,6 +68,9 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
         sent, plain = row.get("bytes"), row.get("bytes_plain")
         if safe_reading.number(sent) and safe_reading.number(plain) and plain:
             named["compression/share_of_bytes"] = sent / plain
+    if event == "time" and safe_reading.number(seconds := row.get("seconds")) and seconds > 0:
+        parts = {name: x for name, x in row.items() if name not in NO_PARTS and safe_reading.number(x)}
+        named = {f"time/{name}": x / seconds for name, x in parts.items()} | {"memory_bytes": row.get("memory_bytes")}
     if event in ("train", "val"):
         named = {f"{name}/{event}": value for name, value in row.items() if name not in FIXED}
     if event == "train":

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 AGAIN = pytest.mark.long("PyTorch runs under this launcher in every run")
 # No numbers of the training.
-FACTS = {"framework", "model", "world_size", "samples_per_second", "weights_sha256"}
+FACTS = {"framework", "model", "world_size", "samples_per_second", "weights_sha256", "time"}
 
 
 @pytest.fixture(scope="module")

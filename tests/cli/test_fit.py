@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from hvd_train.config import load_config
+from hvd_train.core.shares import SHOWN
 from tests.cli.running import run
 
 
@@ -64,10 +65,11 @@ def test_a_run_tells_what_it_does(trained):
         last,
     )
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "summary.json", "tensorboard"]
+    written = "checkpoints config.yaml environment.json metrics.jsonl steps.jsonl summary.json tensorboard"
+    assert names == written.split()
     summary = json.loads((folder / "summary.json").read_text())
     keys = "framework model world_size epochs steps train_samples val_samples train_loss train_accuracy val_loss"
-    assert list(summary) == [*keys.split(), "val_accuracy", "samples_per_second", "weights_sha256"]
+    assert list(summary) == [*keys.split(), "val_accuracy", "samples_per_second", "weights_sha256", "time"]
 
 
 def test_what_limits_leave_out_is_told(tmp_path):
@@ -85,7 +87,8 @@ def test_events_are_read_by_tensorboard(trained):
     events = EventAccumulator(str(trained[0] / "tensorboard"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {
-        "loss/train", "loss/val", "accuracy/train", "accuracy/val", "lr", "samples_per_second",
+        "loss/train", "loss/val", "accuracy/train", "accuracy/val", "lr", "samples_per_second", "memory_bytes",
+        *(f"time/{name}" for name in SHOWN),
     }  # fmt: skip
     assert [event.step for event in events.Scalars("loss/val")] == [29, 58]
 

@@ -73,9 +73,11 @@ def ranked(folder):
 
 
 def rows(folder):
-    """What was logged, but for the speed, and for slow ranks on a busy machine."""
+    """The results that were logged, but for the speed."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "samples_per_second"} for row in found if row["event"] != "straggler"]
+    return [
+        {k: v for k, v in row.items() if k != "samples_per_second"} for row in found if row["event"] in ("train", "val")
+    ]
 
 
 @pytest.mark.parametrize("phase", ["training", "evaluation", "saving"])
@@ -108,7 +110,7 @@ def test_a_log_that_cannot_be_written_ends_all_ranks_and_the_run_is_saved(tmp_pa
     c = config(checkpoint={"every_n_steps": 100, "every_n_epochs": 0})
     whole = final(size, c, tmp_path / "whole")
     steps = set()
-    for room in range(0, 3200, 800 if size > 1 else 200):
+    for room in range(0, 5600, 900 if size > 1 else 300):
 
         class Full(MetricsFile):
             def __init__(self, run_dir, room=room):

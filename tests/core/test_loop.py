@@ -80,6 +80,9 @@ class Recorder(NullLog):
     def message(self, text):
         self.messages.append(text)
 
+    def notice(self, kind, text):
+        self.message(text)
+
 
 def config(**keys):
     settings = {"global_batch_size": 8, "max_epochs": 3, "optim": {"lr": 0.1, "momentum": 0.9}, "log_every_n_steps": 3}
@@ -175,7 +178,8 @@ def test_ranks_that_share_the_data_are_a_group_of_their_own(tmp_path):
 
     summary, tree, _, _ = final(2, c, tmp_path / "2")
     for of_rank, state in run_ranks(4, work):
-        assert of_rank == summary | {"world_size": 4, "samples_per_second": of_rank["samples_per_second"]}
+        measured = {name: of_rank[name] for name in ("samples_per_second", "time")}
+        assert of_rank == summary | {"world_size": 4} | measured
         assert same(state, tree)
 
 
@@ -370,7 +374,7 @@ def test_a_line_of_the_log_waits_until_nothing_travels(tmp_path):
 
 
 def without_speed(summary):
-    return {k: v for k, v in summary.items() if k != "samples_per_second"}
+    return {k: v for k, v in summary.items() if k not in ("samples_per_second", "time")}
 
 
 @pytest.mark.parametrize("keys", [{}, {"save_last": False}, {"every_n_epochs": 0, "save_last": False, "save_top_k": 0}])
@@ -384,8 +388,8 @@ def test_left_at_an_epoch_and_gone_on_with_is_bit_identical(tmp_path, size, keys
         assert cut[0]["paused_at"] == cut[0]["epochs"] == until
     again = final(size, c, tmp_path / "cut", resume=True, until=5)
     assert same(again[1], whole[1]) and "paused_at" not in again[0]
-    assert {k: x for k, x in again[0].items() if k != "samples_per_second"} == {
-        k: x for k, x in whole[0].items() if k != "samples_per_second"
+    assert {k: x for k, x in again[0].items() if k not in ("samples_per_second", "time")} == {
+        k: x for k, x in whole[0].items() if k not in ("samples_per_second", "time")
     }
 
 
@@ -671,7 +675,7 @@ def test_a_row_counts_the_samples_of_its_own_seconds(tmp_path):
     final(1, config(max_epochs=2, limit_train_batches=2), tmp_path, log=log)
     assert log.shown == 2 * [(8, 16), (16, 16)]
     assert [row["samples_per_second"] * row["seconds"] for row in log.rows] == pytest.approx([16, 16])
-    assert all("note" in row for row in log.rows)
+    assert all("notes" in row for row in log.rows)
 
 
 @pytest.mark.parametrize(("monitor", "mode"), [("train_loss", "min"), ("train_loss", "max")])
@@ -789,7 +793,7 @@ def test_a_run_that_has_come_to_its_end_says_so_and_keeps_its_speed(tmp_path):
 
     first, _ = run(False)
     again, complete = run(True)
-    assert again == first and first["samples_per_second"] > 0
+    assert again == first | {"time": again["time"]} and first["samples_per_second"] > 0
     assert complete == "nothing is left to train: max_epochs 2 is reached; a larger one continues"
 
 
@@ -1063,12 +1067,12 @@ def test_run_folder(tmp_path):
     second.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     keys = {"event", "epoch", "step", "loss", "accuracy", "samples", "lr", "samples_per_second"}
-    assert all(line.keys() == keys for line in lines)
+    assert all(line.keys() == keys for line in lines if line["event"] != "time")
     trains = [line for line in lines if line["event"] == "train"]
     assert sum(line["samples"] for line in trains) == 3 * N
     assert [line["step"] for line in trains] == sorted({line["step"] for line in trains})
     assert {line["epoch"] for line in lines} == {1, 2, 3}
-    assert all(math.isfinite(line["loss"]) and 0 <= line["accuracy"] <= 1 for line in lines)
+    assert all(math.isfinite(line["loss"]) and 0 <= line["accuracy"] <= 1 for line in lines if "loss" in line)
     kept = json.loads((tmp_path / "summary.json").read_text())
     assert kept == summary and kept["weights_sha256"] == weights_sha256(
         store.newest(tmp_path / "checkpoints", pytest.fail).model

@@ -96,7 +96,7 @@ def test_every_launcher_gives_the_same_weights(tmp_path, expected, framework, la
     assert out.count("done: validation loss") == 1 and out.count("  loss  accuracy") == 1, "one rank speaks"
     assert "Traceback" not in err and "absl" not in err
     files = sorted(p.name for p in run.iterdir())
-    assert files == ["checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "summary.json"]
+    assert files == ["checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "steps.jsonl", "summary.json"]
     if launcher != "mpirun":  # which binds by itself
         assert cores_of_rank_0(run) == max(1, len(os.sched_getaffinity(0)) // 2)
     assert not [p for p in job.temporary.rglob("*") if p.is_file()], "no temporary file is left"

@@ -66,9 +66,10 @@ def test_a_line_per_epoch_under_one_header(made, capsys):
 def test_large_numbers_do_not_shift_the_columns(made, capsys, loss):
     log = made(total_epochs=10_000)
     log.epoch_line(**line(epoch=9_999, train_loss=loss))
-    log.epoch_line(**line() | {"samples_per_second": None, "note": "rank 1 is slow: 51%"})
+    log.epoch_line(**line() | {"samples_per_second": None, "notes": ["", "input 12 %", "rank 1 is slow: 51 %"]})
     header, row, second = capsys.readouterr().out.splitlines()
-    assert len(header) == len(row) == second.index("  rank 1 is slow: 51%") and row.startswith(" 10000/10000 ")
+    assert row.startswith(" 10000/10000 ")
+    assert len(header) == len(row) == second.index("  input 12 %; rank 1 is slow: 51 %")
     assert second[: len(header)].split()[-2] == "-"
     assert float(row.split()[2]) == pytest.approx(loss, rel=0.05, nan_ok=True)
 
@@ -330,7 +331,7 @@ def test_the_files_of_a_run(made, tmp_path):
     log.summary({"steps": 3})
     assert (tmp_path / "run" / "config.yaml").read_text() == "seed: 3\n"
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"steps": 3}
-    names = ["checkpoints", "config.yaml", "metrics.jsonl", "summary.json"]
+    names = ["checkpoints", "config.yaml", "metrics.jsonl", "steps.jsonl", "summary.json"]
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == names
 
 

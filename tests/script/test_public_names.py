@@ -22,6 +22,7 @@ TORCH = {
     "shard": ["loader"],
     "size": [],
     "sum": ["values"],
+    "times": [],
     "tqdm": ["arguments", "options"],
 }  # fmt: skip
 KERAS = {
@@ -37,6 +38,7 @@ KERAS = {
     "reduce": ["values", "op"],
     "shard": ["x", "y", "sample_weight", "batch_size", "shuffle", "seed"],
     "size": [],
+    "times": [],
     "tqdm": ["arguments", "options"],
 }  # fmt: skip
 

@@ -177,8 +177,8 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         self._host = HostMemory.of(self.groups.data, in_memory, usable=self.device.type == "cpu")
         return self._host
 
-    def waited(self) -> float:
-        return super().waited() + (self._host.waited if self._host else 0.0)
+    def waited(self, fresh: bool = True) -> float:
+        return self.groups.data.waited + (self._host.waited if self._host else 0.0)
 
     def peak_device_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0

@@ -146,8 +146,8 @@ class StagedFrontEnd(InBlocks):
     def _measure_error(self, placed: Any, scale: Scale, seed: int) -> Any:
         raise NotImplementedError  # the configuration rejects this
 
-    def waited(self) -> float:
-        return super().waited() + self.links.waited
+    def waited(self, fresh: bool = True) -> float:
+        return super().waited(fresh) + self.links.waited
 
     # ---- called by the update
 

@@ -104,7 +104,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
                 self._trainable[path].assign(weight)
         self._compiled: dict[Any, Callable] = {}
         self._memory: GraphMemory | None = None
-        self._waits = seconds_waited()  # in steps
+        self._waits, self._in_steps = seconds_waited(), 0.0  # in steps; its last known value
         self._call: Callable = lambda graph, *arguments: graph(*arguments)
         self._common: CommonWeights | None = None
         self._score, self._predict = graph(self._traced_score), graph(self._eval_outputs, reduce_retracing=self._ragged)
@@ -270,8 +270,10 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         # Read without a copy: a kernel that finds a variable's memory in use updates a copy instead.
         return self.update.exchange.to_buckets([v.value.read_value() for v in self._unfrozen.values()])
 
-    def waited(self) -> float:
-        return super().waited() + float(self._waits)
+    def waited(self, fresh: bool = True) -> float:
+        if fresh and self.groups.data.size > 1:
+            self._in_steps = float(self._waits)
+        return self.groups.data.waited + self._in_steps
 
     def finite(self) -> bool:
         return float(self._failures[0]) == 0

@@ -51,6 +51,7 @@ class SyncCallback(keras.callbacks.Callback):
         self._epoch, self._batch = epoch, -1
         self._fit.pause()  # an evaluation came before this
         self._fit.begin_epoch()
+        self._fit.resume()
         if isinstance(self._parts, Epochs):
             self._parts.begin(epoch)
         self._number(epoch)

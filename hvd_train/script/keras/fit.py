@@ -278,6 +278,10 @@ class DistributedFit:
             self.dataset_steps = min(self.dataset_steps, len(self._order_digest))
         self._slow.pause()
 
+    def resume(self) -> None:
+        """End what ``pause`` began."""
+        self._slow.resume()
+
     def _begin(self, where: str) -> None:
         """Check that all ranks make the same call, before they exchange anything in it."""
         self._check_callback(where)

@@ -40,7 +40,7 @@ def communicator() -> Communicator:
 @functools.cache
 def slow_rank_report() -> SlowRankReport:
     """Return the report of slow ranks, shared by all models."""
-    return SlowRankReport(communicator(), lambda: communicator().waited)
+    return SlowRankReport(communicator(), lambda fresh: communicator().waited)
 
 
 @functools.cache

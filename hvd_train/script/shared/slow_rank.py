@@ -1,32 +1,60 @@
-"""A report of slow ranks in scripts: the ranks compare their waiting times up to four times a second."""
+"""The time of a script's ranks: which one is slow, and what the time is spent on.
+
+The ranks exchange their times up to four times a second.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
 
 from hvd_train.core.control_sync import ControlSync
-from hvd_train.core.straggler import Stragglers
+from hvd_train.core.shares import SHOWN, shown
+from hvd_train.core.straggler import Stragglers, look_at
+from hvd_train.core.time_account import COMPUTE, EVALUATE, INPUT, TimeAccount
 from hvd_train.protocol import Communicator
 from hvd_train.run_folder.terminal import say
 
 
 class SlowRankReport:
-    """The report of slow ranks, one per process. ``waited`` returns this rank's waiting time so far, in seconds."""
+    """The times of all ranks, one per process. ``waited``: see ``TimeAccount``.
 
-    def __init__(self, communicator: Communicator, waited: Callable[[], float]) -> None:
-        self._communicator, self._waited = communicator, waited
+    What is no wait for input or transfers counts as computing.
+    """
+
+    def __init__(self, communicator: Communicator, waited: Callable[[bool], float]) -> None:
+        self._communicator, self._account = communicator, TimeAccount(waited)
         self._sync, self._stragglers = ControlSync(communicator), Stragglers()
         self._step = 0
+        self._seconds = np.zeros((communicator.size, len(SHOWN)))  # since they were last asked for
 
     def stepped(self, steps: int = 1) -> None:
         """Count ``steps`` more steps; all ranks call it. Rank 0 prints a slow rank."""
         self._step += steps
-        if self._communicator.size == 1 or not self._sync.due():
-            return
-        if self._stragglers.look(self._step, self._sync.sync(self._waited())) and self._communicator.rank == 0:
-            say(f"step {self._step}: {self._stragglers.slow_rank}", err=True)
+        self._account.stepped(False, steps)
+        if self._sync.due():
+            windows = self._sync.sync(self._account.window())
+            self._seconds = self._seconds + shown([spent for _, spent, *_ in windows])
+            if look_at(self._stragglers, self._step, windows) and self._communicator.rank == 0:
+                say(f"step {self._step}: {self._stragglers.slow_rank}", err=True)
+        self._account.enter(COMPUTE)
 
     def pause(self) -> None:
-        """Ignore the time until the next step, for example of an evaluation; all ranks call it."""
-        self._stragglers.pause()
+        """Count the time until ``resume`` as evaluation; all ranks call it."""
+        self._account.enter(EVALUATE)
         self._sync.begin()
+
+    def resume(self) -> None:
+        """Count the time from here on as computing."""
+        self._account.enter(COMPUTE)
+
+    def input(self) -> AbstractContextManager[None]:
+        """Count the block, in which a batch is fetched, as waiting for input."""
+        return self._account.within(INPUT)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part since the last call, up to the last exchange, as the mean over ranks."""
+        parts, self._seconds = self._seconds.mean(axis=0), np.zeros_like(self._seconds)
+        return {name: float(x) for name, x in zip(SHOWN, parts, strict=True) if x}

@@ -6,6 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hvd_train.script.shared.main_rank import UnsharedSums
 
 watch: Callable[[Pass, Any, bool], Any] | None = None  # may replace each batch
 leaving: Callable[[], None] | None = None  # called before the batch after an uneven one is taken
+fetching: Callable[[], AbstractContextManager[None]] = nullcontext  # in which each batch is fetched
 unshared: UnsharedSums | None = None  # once there is a loader
 at_end: list[Callable[[], None]] = []  # called at the end of a pass with steps, on all ranks
 without_steps: list[Callable[[], None]] = []  # called at the end of a pass without a step or a sum over ranks
@@ -63,7 +65,8 @@ class Pass:
         if training and shares.steps() > self._steps:
             self._share.trained = True
         try:
-            batch = next(self._batches)
+            with fetching():
+                batch = next(self._batches)
         except StopIteration:
             _open.discard(self)
             if training:

@@ -1,0 +1,87 @@
+"""The time of all ranks in the log: rows of metrics.jsonl, the windows of steps.jsonl, the words in an epoch's row."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_train.core.shares import COUNTED, SHOWN, shown, worth_a_look
+from hvd_train.core.time_account import cell_steps
+from hvd_train.core.training import Training
+
+ROW_SECONDS = 10.0  # between rows of metrics.jsonl within an epoch
+
+
+class TimeLog:
+    """Adds up the windows of all ranks, which each sync collects. Its sums are equal on all ranks.
+
+    ``counted``: seconds of the steps that count so far, in this process. Steps that were skipped or rolled back do not.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        zeros = np.zeros((ranks, len(SHOWN)))  # seconds
+        self._row, self._epoch, self._all = zeros, zeros, zeros  # since the last row, in this epoch, in this process
+        self._row_steps, self._skipped, self._memory = 0.0, 0, 0
+        self._written = time.monotonic()
+        self.counted = 0.0
+        self._at_saves = {0: 0.0}  # ``counted`` at the newest checkpoints
+
+    def add(self, training: Training, windows: Sequence[list[Any]]) -> None:
+        """Add the windows of all ranks (``TimeAccount.window``), in rank order."""
+        p, links = training.progress, training.groups.links
+        steps, spent, memory, cells = zip(*windows, strict=True)
+        seconds = shown(spent, links.size if links else 1)
+        self._row, self._epoch, self._all = self._row + seconds, self._epoch + seconds, self._all + seconds
+        taken = float(np.mean(steps))
+        self._row_steps, self._memory = self._row_steps + taken, max(memory)
+        skipped, self._skipped = p.skipped - self._skipped, p.skipped
+        of_steps = seconds[:, [SHOWN.index(name) for name in COUNTED]].sum() / len(windows)
+        self.counted += float(of_steps) * max(0.0, 1 - skipped / taken) if taken else 0.0
+        window = {"epoch": p.epoch + 1, "step": p.step, "steps": max(steps), "counted": round(self.counted, 6)}
+        window |= {"seconds": dict(zip(SHOWN, np.round(self._all.T, 4).tolist(), strict=True))}
+        window |= {"cell_steps": cell_steps(max(steps)), "cells": cells}
+        if taken:
+            training.log.steps(window)
+        if time.monotonic() - self._written >= ROW_SECONDS:
+            self.write(training)
+
+    def write(self, training: Training) -> None:
+        """Write the time since the last row, if there was a step: no two rows have the same step."""
+        if not self._row_steps:
+            return
+        p = training.progress
+        epoch = p.epoch - (p.epoch > 0 and p.consumed == 0)  # of the last step
+        mean = dict(zip(SHOWN, np.round(self._row.mean(axis=0), 6).tolist(), strict=True))
+        row = {"seconds": round(sum(mean.values()), 6), "steps": round(self._row_steps), **mean}
+        training.log.time(epoch, p.step, row | {"memory_bytes": self._memory})
+        self._row, self._row_steps, self._written = np.zeros_like(self._row), 0.0, time.monotonic()
+
+    def epoch_ended(self, training: Training) -> str:
+        """Write the rest of an epoch; return what in it is worth a look, for its row."""
+        self.write(training)
+        note, self._epoch = worth_a_look(self._epoch), np.zeros_like(self._epoch)
+        return note
+
+    # ---- steps that count
+
+    def saved(self, training: Training) -> None:
+        """Record that the steps so far are in a checkpoint."""
+        newest = sorted(self._at_saves)[-3:]
+        self._at_saves = {k: self._at_saves[k] for k in newest} | {training.progress.step: self.counted}
+        training.log.steps_saved(training.progress.step, self.counted)
+
+    def rolled_back(self, step: int) -> None:
+        """Drop the steps after the checkpoint of ``step``."""
+        self.counted = self._at_saves.get(step, 0.0)
+
+    def summary(self, training: Training) -> dict[str, float]:
+        """Return the ``time`` of ``summary.json``, equal on all ranks: seconds, as the mean over ranks."""
+        figures = json.dumps(training.log.allocation(self.counted)).encode()
+        counted, allocated = json.loads(training.communicator.broadcast_bytes(figures))
+        parts = dict(zip(SHOWN, np.round(self._all.mean(axis=0), 3).tolist(), strict=True))
+        effective = round(min(counted / allocated, 1.0), 4) if allocated else 0.0
+        return parts | {"allocation": round(allocated, 3), "effective": effective}

@@ -7,7 +7,6 @@ receiver sees all that was written before it. If a rank is killed, its sockets c
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import secrets
@@ -23,7 +22,7 @@ from typing import Any
 
 from hvd_train.errors import SOME_RANK, LostRankError
 from hvd_train.launch.status import host_key
-from hvd_train.protocol import Communicator, Tensor
+from hvd_train.protocol import Communicator, Tensor, allgather_json
 
 # 0: no shared memory. K > 1: each K consecutive ranks count as one host.
 VARIABLE = "HVD_TRAIN_HOST_MEMORY"
@@ -68,7 +67,7 @@ class HostMemory:
             listener.listen(communicator.size)
             listener.settimeout(CONNECT_SECONDS)
             offer = [_memory_key(communicator.rank) if usable else "", address, os.getpid()]
-            offers = [json.loads(one) for one in communicator.allgather_bytes(json.dumps(offer).encode(), "host")]
+            offers = allgather_json(communicator, offer, "host")
             hosts = _hosts([key for key, *_ in offers])
             mine = next((ranks for ranks in hosts if communicator.rank in ranks), [communicator.rank])
             place, peers = mine.index(communicator.rank), dict[int, socket.socket]()

@@ -101,13 +101,8 @@ def finish(sweep: Sweep) -> str:
         lines += ["", *_of_repeats(sweep)]
     first = best(sweep)
     if first is not None and not sweep.repeats:
-        monitor = first.config.checkpoint.monitor
-        # A folder of its own, so that training with best.yaml does not overwrite the trial.
-        chosen = first.config.model_copy(update={"run_dir": str(folder / "best")})
-        put(folder / "best.yaml", resolved_yaml(chosen).encode())
-        picture(folder / "results.png", sweep, [first], first.name)
-        value = state(sweep, first).summary[monitor]
-        lines.append(f"best: {first.name} ({first.description}), {monitor} {value:.4f}; {folder / 'best.yaml'}")
+        value = state(sweep, first).summary[first.config.checkpoint.monitor]
+        lines.append(_write_best(sweep, [first], f"{first.name} ({first.description})", f"{value:.4f}", first.name))
     if first is None and not left(sweep):
         lines.append(f"best: none, as no trial has a value of {trials[0].config.checkpoint.monitor}")
     if left(sweep):
@@ -128,16 +123,21 @@ def _of_repeats(sweep: Sweep) -> list[str]:
     _write_csv(sweep.folder / "means.csv", *repeats.rows(sweep))
     lines, one = [table(*repeats.shown(sweep)), *repeats.notes(sweep)], repeats.best_group(sweep)
     if one is not None:
-        config = one.trials[0].config
-        # best.yaml uses all data and the first seed. A fold that the user's configuration sets is kept.
-        data = config.data.model_copy(update={"fold": None} if repeats.FOLD in sweep.repeats else {})
-        chosen = config.model_copy(update={"run_dir": str(sweep.folder / "best"), "data": data})
-        put(sweep.folder / "best.yaml", resolved_yaml(chosen).encode())
-        picture(sweep.folder / "results.png", sweep, one.trials, f"{one.description} by its mean")
-        monitor = config.checkpoint.monitor
-        mean = repeats.cell(*one.means[monitor])
-        lines.append(f"best: {one.description}, {monitor} {mean}; {sweep.folder / 'best.yaml'}")
+        mean = repeats.cell(*one.means[one.trials[0].config.checkpoint.monitor])
+        lines.append(_write_best(sweep, one.trials, one.description, mean, f"{one.description} by its mean"))
     return lines
+
+
+def _write_best(sweep: Sweep, trials: Sequence[Trial], what: str, value: str, title: str) -> str:
+    """Write best.yaml and results.png; return the line about the best trials. ``title``: in the picture."""
+    config, file = trials[0].config, sweep.folder / "best.yaml"
+    # It uses all data and the first seed. A fold that the user's configuration sets is kept.
+    data = config.data.model_copy(update={"fold": None} if repeats.FOLD in sweep.repeats else {})
+    # A folder of its own, so that training with best.yaml does not overwrite the trial.
+    chosen = config.model_copy(update={"run_dir": str(sweep.folder / "best"), "data": data})
+    put(file, resolved_yaml(chosen).encode())
+    picture(sweep.folder / "results.png", sweep, trials, title)
+    return f"best: {what}, {config.checkpoint.monitor} {value}; {file}"
 
 
 def picture(path: Path, sweep: Sweep, best_trials: Sequence[Trial], title: str) -> None:

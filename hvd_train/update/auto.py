@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hvd_train.compression.table import COMPRESSORS
-from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec
+from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec, allgather_json
 from hvd_train.update.exchange import Exchange
 
 CANDIDATES = tuple(name for name, one in COMPRESSORS.items() if one.auto)  # the least lossy first
@@ -62,7 +61,7 @@ def _seconds(
             # Copied to the host, because a GPU works asynchronously.
             ops.to_numpy(flat[:1])
         seconds = time.perf_counter() - began
-        best = min(best, max(json.loads(part) for part in communicator.allgather_bytes(json.dumps(seconds).encode())))
+        best = min(best, max(allgather_json(communicator, seconds)))
         if turn == 0 and best > LONG_SECONDS:
             break
     return best

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from hvd_train.core.agreement import collectively
 from hvd_train.errors import ConfigError, amount, reason
 from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.stages.split import Cost, balanced, stage_of
-from hvd_train.protocol import Batch, Sample, made_up
+from hvd_train.protocol import Batch, Sample, broadcast_json, made_up
 
 TURNS = 3  # measurements of a block; the fastest counts
 
@@ -134,7 +133,7 @@ def divide(frontend: InBlocks, parts: int, global_batch: int) -> list[int]:
         return costs, balanced(shares, parts) if wanted == "auto" else list(wanted)
 
     costs, split = collectively(world, measured)
-    split = json.loads(world.broadcast_bytes(json.dumps(split).encode()))
+    split = broadcast_json(world, split)
     collectively(world, lambda: frontend.take_split(split))
     frontend.block_costs = costs
     return split

@@ -21,7 +21,7 @@ import numpy as np
 
 from hvd_train.errors import SOME_RANK, CommunicationError, LostRankError
 from hvd_train.launch.peers import host_addresses
-from hvd_train.protocol import Communicator
+from hvd_train.protocol import Communicator, allgather_json
 
 CONNECT_SECONDS = 30.0
 LOOPBACK = "127.0.0.1"
@@ -110,7 +110,7 @@ class Links:
         with socket.create_server((LOOPBACK if here else "", 0), backlog=stages) as listener:
             listener.settimeout(CONNECT_SECONDS)
             offer = [token.hex(), [LOOPBACK] if here else host_addresses(), listener.getsockname()[1]]
-            offers = [json.loads(one) for one in world.allgather_bytes(json.dumps(offer).encode(), "stages")]
+            offers = allgather_json(world, offer, "stages")
             links: dict[int, Link] = {}
             try:
                 for other, one in enumerate(offers[first : first + stage]):

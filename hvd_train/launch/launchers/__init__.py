@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hvd_train.errors import ConfigError
 from hvd_train.launch.launchers.base import Launcher
-from hvd_train.launch.launchers.detected import Flux, Jsrun, Mpiexec, MpirunRsh, refuse_unknown
+from hvd_train.launch.launchers.detected import DETECTED, refuse_unknown
 from hvd_train.launch.launchers.horovodrun import Horovodrun
 from hvd_train.launch.launchers.mpirun import Mpirun
 from hvd_train.launch.launchers.srun import Srun
@@ -18,10 +18,7 @@ NONE = Launcher()  # for a process that was started alone
 LAUNCHERS: list[Launcher] = [
     Horovodrun(),
     Mpirun(),
-    MpirunRsh(),
-    Jsrun(),
-    Flux(),
-    Mpiexec(),
+    *DETECTED,
     Srun(),
 ]
 # ``auto`` takes the first usable one. MPI comes before Gloo: on CPUs its allreduce uses shared memory.

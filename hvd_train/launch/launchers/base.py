@@ -37,7 +37,7 @@ class Launcher:
 
     name = ""
     # Variables of each rank: (rank, world size, local rank, local size); "" if the launcher has no such variable.
-    place_variables = ("", "", "", "")
+    place_variables: Sequence[str] = ("", "", "", "")
 
     # How it starts ranks
     starts_ranks = False  # --launcher offers it

@@ -16,40 +16,15 @@ RANK_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "SLURM_PROCID")
 ALONE = "to train with this process alone, unset"
 
 
-class MpirunRsh(Launcher):
-    """MVAPICH."""
+class Detected(Launcher):
+    """A launcher that is known by its variables of each rank: rank, world size, local rank, local size."""
 
-    name = "mpirun_rsh"
-    place_variables = (
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    )
+    def __init__(self, name: str, *place_variables: str) -> None:
+        self.name, self.place_variables = name, place_variables
 
 
-class Jsrun(Launcher):
-    """IBM's jsrun, which also sets the variables of Open MPI."""
-
-    name = "jsrun"
-    place_variables = (
-        "JSM_NAMESPACE_RANK",
-        "JSM_NAMESPACE_SIZE",
-        "JSM_NAMESPACE_LOCAL_RANK",
-        "JSM_NAMESPACE_LOCAL_SIZE",
-    )
-
-
-class Flux(Launcher):
-    name = "flux"
-    place_variables = ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "")
-
-
-class Mpiexec(Launcher):
+class Mpiexec(Detected):
     """MPICH and Intel MPI."""
-
-    name = "mpiexec"
-    place_variables = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
     def detect(self, environ: Mapping[str, str]) -> World | None:
         # srun --mpi=pmi2 also sets MPICH's variables, but its ranks belong to srun.
@@ -57,6 +32,16 @@ class Mpiexec(Launcher):
         if [environ.get(name) for name in self.place_variables[:2]] == slurm:
             return None
         return super().detect(environ)
+
+
+PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+# MVAPICH's, IBM's, Flux' and MPICH's.
+DETECTED = (
+    Detected("mpirun_rsh", *(f"MV2_COMM_WORLD_{what}" for what in PLACE)),
+    Detected("jsrun", *(f"JSM_NAMESPACE_{what}" for what in PLACE)),
+    Detected("flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
+    Mpiexec("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 
 
 def refuse_unknown(environ: Mapping[str, str]) -> None:

@@ -63,15 +63,13 @@ def _source(
     if not isinstance(part, tuple | list | dict):
         iterated = hasattr(part, "__iter__") and not hasattr(part, "__array__")
         if hasattr(part, "fetch") or not (iterated or hasattr(part, "iterate")):
-            if config.lengths:
-                return RaggedSource(part, task, where, classes, config.images, labelled, config.lengths)
-            return UserSource(part, task, where, classes, config.images, labelled)
+            return (RaggedSource if config.lengths else UserSource)(part, config, task, where, classes, labelled)
         if config.lengths:
             what = "a stream is read in its own order, so its samples cannot be grouped by length"
             raise DataError(what, where="data.lengths", fix="give an object with fetch and lengths")
         if config.workers > 1:
             raise DataError("a stream is read by one thread, in order", where="data.workers", fix="set it to 1")
-        return UserStream(part, task, where, classes, config.images)
+        return UserStream(part, config, task, where, classes)
     if isinstance(part, dict) or len(part) != 2:
         raise DataError(
             f"the part is {_describe(part)}", where=where, fix="give (inputs, labels): two arrays, or dicts of arrays"
@@ -111,10 +109,10 @@ class UserSource:
     def __init__(
         self,
         user_source: Any,
+        config: DataConfig,
         task: TaskConfig,
         where: str,
         classes: Known,
-        images: bool | None = None,
         labelled: bool = True,
     ) -> None:
         # ``num_classes`` is required only for labels that are classes.
@@ -139,7 +137,7 @@ class UserSource:
                 raise DataError(what, where=where, fix="number the classes 0, 1, ...; data.classes names them")
         classes = classes.with_count(getattr(user_source, "num_classes", None))
         columns = _columns(fetched[0]), _columns(fetched[1])
-        self._template = Arrays(inputs, labels, where, classes, task, images=images, columns=columns)
+        self._template = Arrays(inputs, labels, where, classes, task, images=config.images, columns=columns)
         fields, ignore = self._template.sample.labels, task.ignore_index
         labels = {name: replace(field, masked=_may_be_masked(field, ignore)) for name, field in fields.items()}
         self.sample, self.note = replace(self._template.sample, labels=labels), self._template.note
@@ -171,26 +169,26 @@ class RaggedSource(UserSource):
     def __init__(
         self,
         user_source: Any,
+        config: DataConfig,
         task: TaskConfig,
         where: str,
         classes: Known,
-        images: bool | None,
-        labelled: bool,
-        config: LengthsConfig,
+        labelled: bool = True,
     ) -> None:
         if not hasattr(user_source, "lengths"):
             fix = "give the length of each sample, (n,) whole numbers, in the order of fetch's indices"
             raise DataError(f"{type(user_source).__name__} has no lengths", where=where, fix=fix)
-        self._config, self._ignore = config, task.ignore_index
+        assert config.lengths is not None
+        self._limits, self._ignore = config.lengths, task.ignore_index
         self._lengths = np.asarray(user_source.lengths)
         if self._lengths.shape != (len(user_source),) or self._lengths.dtype.kind not in "iu":
             what = f"lengths are {self._lengths.shape} {self._lengths.dtype} for {len(user_source):,} samples"
             raise DataError(what, where=where, fix="give one whole number for each sample")
-        check_lengths(self._lengths, "lengths", where, config)
-        super().__init__(user_source, task, where, classes, images, labelled)
+        check_lengths(self._lengths, "lengths", where, config.lengths)
+        super().__init__(user_source, config, task, where, classes, labelled)
         if self._template.varying is None:
             raise DataError("fetch gives no list of samples", where=where, fix="give a list of arrays, one a sample")
-        self.varying = replace(self._template.varying, lengths=np.minimum(self._lengths, config.max_length))
+        self.varying = replace(self._template.varying, lengths=np.minimum(self._lengths, self._limits.max_length))
 
     def _fetch(self, indices: np.ndarray, *epoch: int) -> Any:
         fetched = super()._fetch(indices, *epoch)
@@ -204,8 +202,8 @@ class RaggedSource(UserSource):
             return {key: self._padded(x, f"{name} '{key}'", padding, indices) for key, x in value.items()}
         if not is_ragged(value):
             return value
-        rows = ragged_rows(value, name, self._where, self._config, padding)
-        wanted = np.minimum(self._lengths[indices], self._config.max_length)
+        rows = ragged_rows(value, name, self._where, self._limits, padding)
+        wanted = np.minimum(self._lengths[indices], self._limits.max_length)
         if not np.array_equal(rows.lengths, wanted):
             bad = int(np.argmax(rows.lengths != wanted)) if len(rows) == len(wanted) else 0
             what = f"{name} of sample {indices[bad]} does not have the length given by the source's lengths"
@@ -229,9 +227,7 @@ class UserStream(UserSource):
 
     ordered = True
 
-    def __init__(
-        self, user_source: Any, task: TaskConfig, where: str, classes: Known, images: bool | None = None
-    ) -> None:
+    def __init__(self, user_source: Any, config: DataConfig, task: TaskConfig, where: str, classes: Known) -> None:
         missing = [name for name in ("__len__", "fingerprint") if not hasattr(user_source, name)]
         if missing:
             raise DataError(f"{type(user_source).__name__} has no {', '.join(missing)}", where=where, fix=STREAMED)
@@ -239,7 +235,7 @@ class UserStream(UserSource):
             if len(user_source) == 0:
                 raise DataError("the data set is empty", where=where)
             stream = StreamSource(user_source, where)
-        super().__init__(stream, task, where, classes, images)
+        super().__init__(stream, config, task, where, classes)
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
         inputs, labels = self._fetch(indices, epoch)

@@ -186,7 +186,7 @@ class Lock:
                     os.utime(self.path)
 
     def release(self) -> None:
-        """Release the lock when the process ends within the ``with``. Waits a few seconds at most."""
+        """Release the lock for a process that ends within the ``with`` block. Waits a few seconds at most."""
         self._ended.set()
         files.within(self._release, files.ANSWER_SECONDS)  # otherwise the error line might not be printed
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
-from hvd_train.config.keys.optim import PlateauConfig
-from hvd_train.core.callbacks.monitor import monitored
-from hvd_train.core.hooks import Epoch, Hook
+from hvd_train.core.callbacks.monitor import Monitor
 from hvd_train.core.training import Training
 from hvd_train.errors import amount
 
 
-class Plateau(Hook):
+class Plateau(Monitor):
     """Multiplies the learning rate by ``factor`` when the monitored value has not improved for ``patience``
     evaluations.
 
@@ -19,15 +15,9 @@ class Plateau(Hook):
     ``plateau_waited`` are in the progress; the last one counts up to 0 during the cooldown.
     """
 
-    def __init__(self, rule: PlateauConfig) -> None:
-        self._rule = rule
-
-    def on_epoch(self, trainer: Training, epoch: Epoch) -> None:
+    def judge(self, trainer: Training, value: float) -> None:
         rule, p = self._rule, trainer.progress
-        value = monitored(trainer, epoch, rule)
-        if value is None:
-            return
-        improved = math.isfinite(value) and (p.plateau_best is None or value < p.plateau_best - rule.min_delta)
+        improved = self.improves(value, p.plateau_best)
         if improved:
             p.plateau_best = value
         p.plateau_waited = 0 if improved and p.plateau_waited >= 0 else p.plateau_waited + 1

@@ -45,7 +45,7 @@ def _array(name: str, x: torch.Tensor) -> np.ndarray:
 
 
 def _refused(path: Path) -> str:
-    """Name what in a file is no weight and could run code."""
+    """Name the contents of a file that could run code; "" if there are none."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # the file is damaged

@@ -106,8 +106,7 @@ def on_this_host(engine: Engine, work: list[str]) -> list[tuple[list[str], dict[
         flags = ["--bind-to", "none", "--map-by", "slot:oversubscribe"]
         return [([str(find_tool("mpirun")), "-np", str(RANKS), *flags, python, *work], {})]
     if launcher in ("mpirun", "gloo"):
-        line = command(RANKS, {"gloo": "horovodrun"}.get(launcher, launcher), [])
-        return [([*line[: line.index("-m")], *work], {})]
+        return [(command(RANKS, {"gloo": "horovodrun"}.get(launcher, launcher), [], program=[python, *work]), {})]
     if launcher == "torchrun":
         line = [str(find_tool("torchrun")), "--nproc-per-node", str(RANKS), "--rdzv-backend", "c10d"]
         return [
@@ -147,7 +146,7 @@ class Running:
         if engine.exchange:
             work += ["--exchange", json.dumps(engine.exchange)]
         env = environment() | {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
-        env["PYTHONPATH"] = os.pathsep.join([str(engine.root), str(program.parent)])  # ranks run with "python -P"
+        env["PYTHONPATH"] = str(engine.root)
         env |= KERNELS  # the others get them too: the exchange is compared
         # Ranks that wait for their turn are neither stalled nor lost.
         env |= {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "36000"}

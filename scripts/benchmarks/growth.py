@@ -9,6 +9,7 @@ from pathlib import Path
 
 from one_rank import FRAMEWORKS, alone, cnn_trainer
 
+STEPS = 400, 2400
 TITLE = "resident memory of one rank in a long run"
 
 
@@ -21,15 +22,17 @@ def train(framework: str) -> dict:
 
     class Watching(Hook):
         def on_step(self, trainer, info) -> None:
-            if trainer.progress.step in (400, 2400):
+            if trainer.progress.step in STEPS:
                 pages = int(Path("/proc/self/statm").read_text().split()[1])
                 resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
 
-    trainer = cnn_trainer(framework, {"max_steps": 2401}, Watching())
+    trainer = cnn_trainer(framework, {"max_steps": STEPS[1] + 1}, Watching())
     keep_memory()
     trainer.fit()
     first, last = (x / 2**20 for x in resident)
-    return {"framework": framework, "MB after 400 steps": first, "MB after 2 400 steps": last}
+    return {"framework": framework} | {
+        f"MB after {step:,} steps": x for step, x in zip(STEPS, (first, last), strict=True)
+    }
 
 
 def measure() -> list[dict]:

@@ -8,6 +8,7 @@ import subprocess
 from one_rank import FRAMEWORKS
 from start import started
 
+RANKS = 2, 4, 8
 TITLE = "the seconds of start, on more ranks"
 
 
@@ -18,7 +19,7 @@ def measure() -> list[dict]:
     tools = ["mpirun", "horovodrun", *(["srun"] if slurm else [])]
     cases = []
     for framework in FRAMEWORKS:
-        for ranks in (2, 4, 8):
+        for ranks in RANKS:
             for tool in tools:
                 before = ["srun", "-n", str(ranks)] if tool == "srun" else command(ranks, tool, [], program=["-"])[:-1]
                 cases.append((framework, ranks, before, []))

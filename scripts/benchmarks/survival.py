@@ -115,8 +115,8 @@ def switched(framework: str, part: str, pairs: int) -> dict:
     runs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=runs) as folder:
         file = Path(folder) / "seconds.json"
-        line = command(2, "mpirun", [])
-        line = [*line[: line.index(sys.executable) + 1], __file__, "--work", framework, part, str(pairs), str(file)]
+        program = [sys.executable, __file__, "--work", framework, part, str(pairs), str(file)]
+        line = command(2, "mpirun", [], program=program)
         done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"error: {framework}, {part}: {done.stdout[-500:]}{done.stderr[-1500:]}")

@@ -63,9 +63,9 @@ def split_as_before(config: Config, communicator: Communicator, resume: str | No
 def _place(config: Config, resume: str) -> Path:
     """Return the folder of the checkpoint ``resume``."""
     run_dir, memory = Path(config.run_dir), snapshots.folder_of_rank()
-    folder, rule = run_dir / "checkpoints", config.checkpoint
+    folder = run_dir / "checkpoints"
     if resume not in ("auto", "last"):
-        return store.resolve(run_dir, resume, rule.monitor, rule.mode)
+        return store.resolve(run_dir, resume, *best_rule(config))
     return store.newest_readable(memory if memory and store.find(memory) and not store.find(folder) else folder)
 
 

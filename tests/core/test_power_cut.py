@@ -1,6 +1,7 @@
 """The tests of survival can fail: each promise is kept, and each protection that is taken away is found missing.
 
-A power cut is played on a copy of the folder: what was not fsynced is empty, what was renamed has its new name.
+A power cut is played on a copy of the folder: what was not fsynced is empty, or missing where its folder was not
+fsynced, and what was renamed has its new name.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Disk:
         for path in self.folder.rglob("*.*"):
             if path.is_file() and path.stat().st_ino not in self.synced:
                 (copy / path.relative_to(self.folder)).write_bytes(b"")
+            elif path.is_file() and path.parent.stat().st_ino not in self.synced:
+                (copy / path.relative_to(self.folder)).unlink()
         try:
             store.newest(copy, lambda line: self.lost.append(f"{after}: {line}"))
         except CheckpointError as error:

@@ -56,5 +56,7 @@ def test_names_want_a_number_for_each_class(predicted):
 def test_a_file_has_one_shape(predicted):
     """Outputs as long as the longest sample of their batch: the rows of a file lay over one another."""
     assert (predicted(lambda x: x, ending=".npy") == X).all()
+    places = np.arange(7)[:, None] % 3  # of a sample in its batch, the last of which is filled up with copies
+    assert (predicted(lambda x: x + np.arange(len(x))[:, None], ending=".npy") == X + places).all()
     with pytest.raises(ConfigError, match=r"gives \(2,\) for some samples and \(1,\) for others"):
         predicted(lambda x: x if x[0, 0] < 5 else x[:, :1], ending=".npy")

@@ -37,7 +37,7 @@ def test_file_then_set_then_flag(tmp_path):
     path = write(tmp_path, "seed: 1\noptim: {lr: 1e-3, momentum: 0.9}\nmodel: {name: cnn, hidden: 7}\n")
     config = load_config(path, ["seed=2", "optim.lr=0.5"], seed=3, run_dir=None)
     assert (config.seed, config.optim.lr, config.optim.momentum) == (3, 0.5, 0.9)
-    assert config.model.options == {"hidden": 7}
+    assert config.model.options == {"hidden": 7} and load_config(path, seed=0).seed == 0
 
 
 @pytest.mark.parametrize("text", ["1e-5", "1.0e-5", "1E-5", "0.00001", ".1e-4"])

@@ -164,7 +164,7 @@ def test_numbers_that_are_not_finite_become_null(made, tmp_path):
 
 def test_lines_after_the_resumed_step_are_dropped(made, tmp_path):
     log = made()
-    for step in (2, 4, 6):
+    for step in (2, 4, 5, 6):
         log.train(0, step, {"loss": 1.0, "accuracy": 0.5, "samples": 10}, 0.1, 3.0)
     log.close()
     log = made(resumed_at=4)

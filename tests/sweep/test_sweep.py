@@ -200,7 +200,7 @@ def test_the_best_of_a_rung_go_on(tmp_path):
     for trial, loss in zip(trials[:4], (0.4, float("nan"), 0.2, 0.3), strict=True):
         finished(trial, val_loss=loss, paused_at=1)
     sweeps.fail(trials[4], "no such file", 3)
-    assert results.left(sweep) == 4
+    assert results.report(sweep) == 5
     assert numbers() == ([2, 3], 2)
     finished(trials[2], val_loss=0.19, paused_at=2)
     sweeps.fail(trials[3], "the training loss is nan", 6)
@@ -208,11 +208,11 @@ def test_the_best_of_a_rung_go_on(tmp_path):
     assert numbers() == ([3], 2), "which failed in the open rung; not the one before"
     finished(trials[3], val_loss=0.1, paused_at=2)
     assert numbers() == ([3], None)
-    finished(trials[3], val_loss=0.12)
+    finished(trials[3], val_loss=0.22)
     assert numbers() == ([], None) and results.left(sweep) == 0
     assert sweeps.load(tmp_path) == sweep
     text = results.finish(sweep)
-    assert "best: trial-003 (optim.lr=0.2), val_loss 0.1200" in text and "1 of 5 trials failed" in text
+    assert "best: trial-003 (optim.lr=0.2), val_loss 0.2200" in text and "1 of 5 trials failed" in text
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
     assert [(row["state"].split(":")[0], row["rung"]) for row in rows] == [
         ("stopped", "1"), ("stopped", "1"), ("stopped", "2"), ("done", "3"), ("failed", "0"),

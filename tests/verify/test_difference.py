@@ -84,6 +84,8 @@ def test_weights_that_differ_come_with_their_cause():
     first, last = record().trees["first"], record().trees["last"]
     far = {"first": first, "last": last | {"weights/a": last["weights/a"] * [[1, 1], [1, 1.5]]}}
     assert differences(runs(trees=far)) == ["after 3 steps weights/a differs by 5.0e-01 at [1, 1]"]
+    more = {"first": first, "last": last | {"slots/a": np.ones(2)}}
+    assert differences(runs(trees=more)) == ["after 3 steps slots/a differs by inf at only in one of them"]
     apart = {"first": {1: {"weights/b": np.ones(3)}}, "last": {1: {"weights/b": np.ones(3)}}}
     expected = "the ranks start with different weights: rank 1 against rank 0, first in weights/b"
     assert differences(runs(size=2, differing=apart))[0] == expected

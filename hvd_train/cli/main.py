@@ -29,6 +29,7 @@ COMMANDS = {
     "record": "verify.record",
     "export": "export.export",
     "compare": "compare.compare",
+    "report": "report.report",
     "sync": "sync.sync",
     "watch": "watch.watch",
     "doctor": "doctor.doctor",

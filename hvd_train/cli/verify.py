@@ -16,7 +16,12 @@ from hvd_train.errors import ConfigError
 @click.option("-np", "--num-proc", type=click.IntRange(min=2), required=True, help="Ranks to compare with one.")
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps to train.")
 @options.any_launcher
-@click.option("--report", metavar="FILE.html", type=options.FILE, help="Write a page with curves.")
+@click.option(
+    "--report",
+    metavar="FILE.html",
+    type=options.FILE,
+    help="Write a page with curves; FILE.json: the figures alone.",
+)
 @options.verbose
 @click.argument("program", metavar="[-- python SCRIPT.py ...]", nargs=-1, type=click.UNPROCESSED)
 def verify(

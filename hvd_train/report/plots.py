@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
+import io
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,47 +39,114 @@ def _label(name: str) -> str:
 
 
 BY = {"epoch": epochs, "step": steps}
-COLUMNS = 3
-MARKS = "os^Dvp*Xh<>"
+COLUMNS, LEGEND_COLUMNS, MOST_POINTS = 3, 4, 1000
+INK = "#010203"  # stands for the colour of the text around a picture, where there is one
+HATCHES = ("", "///", "...", "\\\\\\", "xxx", "---", "+++", "ooo")
+NAMED = {"lr": "learning rate", "samples_per_second": "samples/s"}
+MARKS, STYLES = "os^Dvp*Xh<>", {"train": "--", "val": "-"}
 FEW, GAP = 8, 0.1  # values that get a label each; their minimum distance, as a fraction of the axis
 LETTER = 0.025  # the width of a letter of a label, as a fraction of an axis 3.6 inches wide
 FAR = 4  # ratio of largest to smallest above which the axis is logarithmic
 READABLE = 40  # most classes whose names and counts are legible
 
 
+Runs = Sequence[tuple[str, Sequence[dict[str, Any]]]]  # (name, lines of the log) of each run
+
+
 def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
     """Plot loss and metrics of all runs by epoch or step; training dashed, validation solid."""
-    from matplotlib.ticker import MaxNLocator
-
-    names = [run_dir.name for run_dir in run_dirs]
     runs = []
-    for run_dir in run_dirs:
+    for run_dir, name in zip(run_dirs, names(run_dirs), strict=True):
         rows, damaged = metrics_file.read(run_dir)
-        runs.append((_label(run_dir.name if len(set(names)) == len(names) else str(run_dir)), rows))
+        runs.append((name, rows))
         if damaged:
             warn(f"{amount(damaged, 'damaged line')} of {run_dir / metrics_file.NAME} left out")
-    # All other keys of an evaluation are metrics.
-    fixed = ("event", "epoch", "step", "samples", "lr", "samples_per_second")
+    write_figure(curve_figure(runs, metrics(runs), by), picture)
+
+
+def names(run_dirs: Sequence[Path]) -> list[str]:
+    """Return short names for run folders: their own if these differ, else their paths."""
+    short = [run_dir.resolve().name for run_dir in run_dirs]
+    return short if len(set(short)) == len(short) else [str(run_dir) for run_dir in run_dirs]
+
+
+def metrics(runs: Runs) -> list[str]:
+    """Return the names of all metrics that were evaluated, loss first."""
     lines = [row for _, rows in runs for row in rows if row["event"] == "val"]
-    metrics = [*dict.fromkeys(["loss", *(key for row in lines for key in row if key not in fixed)])]
-    across, down = min(COLUMNS, len(metrics)), -(-len(metrics) // COLUMNS)
+    return [*dict.fromkeys(["loss", *(key for row in lines for key in row if key not in metrics_file.FIXED)])]
+
+
+def curve_figure(
+    runs: Runs, values: Sequence[str], by: str, events: Sequence[str] = ("train", "val"), legend: bool = True
+) -> Any:
+    """Make a figure with an axis for each of the ``values``, and the curves of all runs on it."""
+    from matplotlib.ticker import MaxNLocator
+
+    across, down = min(COLUMNS, len(values)), -(-len(values) // COLUMNS)
     figure = new_figure(5 * across, 3.8 * down)
-    axes = [figure.add_subplot(down, across, k + 1) for k in range(len(metrics))]
+    axes = [figure.add_subplot(down, across, k + 1) for k in range(len(values))]
     for k, (name, rows) in enumerate(runs):
         # Curves of equal runs coincide: markers at different positions keep each visible.
         line: dict[str, Any] = {"color": f"C{k % 10}", "linewidth": 1.5, "alpha": 0.9, "markersize": 5}
         line |= {"marker": MARKS[k % len(MARKS)], "markevery": (0.2 * k / len(runs), 0.2)}
-        for axis, value in zip(axes, metrics, strict=True):
-            for event, style in (("train", "--"), ("val", "-")):
-                axis.plot(*BY[by](rows, event, value), style, label=f"{name}, {event}", **line)
-    for axis, value in zip(axes, metrics, strict=True):
-        axis.set(xlabel=by, ylabel=_label(value))
+        for axis, value in zip(axes, values, strict=True):
+            for event in events:
+                label = _label(f"{name}, {event}" if len(events) > 1 else name)
+                axis.plot(*_thinned(*BY[by](rows, event, value)), STYLES[event], label=label, **line)
+    for axis, value in zip(axes, values, strict=True):
+        axis.set(xlabel=by, ylabel=_label(NAMED.get(value, value.replace("_", " "))))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
-    # One legend for all axes: within the axes it would hide the curves.
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8, handlelength=4)
-    write_figure(figure, picture)
+    if legend:  # one for all axes: within the axes it would hide the curves
+        _add_legend(figure, axes[0], "outside lower center")
+    return figure
+
+
+def legend_figure(runs: Runs) -> Any:
+    """Make a figure of the legend alone, for several figures without one."""
+    from matplotlib import pyplot
+
+    drawn = curve_figure([(name, ()) for name, _ in runs], ["loss"], "step", legend=False)
+    columns = min(LEGEND_COLUMNS, max(len(runs), 2))  # a run has a column, if they are few
+    figure = new_figure(2.3 * columns, 0.1 + 0.2 * -(-2 * len(runs) // columns))
+    _add_legend(figure, drawn.axes[0], "center", columns)
+    pyplot.close(drawn)
+    return figure
+
+
+def shares_figure(shares: Mapping[str, Sequence[float]], parts: Sequence[str]) -> Any:
+    """Make a figure with a bar for each name, divided into ``parts``."""
+    figure = new_figure(10, 0.8 + 0.4 * len(shares))
+    axis = figure.add_subplot()
+    names, left = [*map(_label, shares)], [0.0] * len(shares)
+    for k, part in enumerate(parts):
+        widths = [one[k] for one in shares.values()]
+        style = {"color": f"C{k % 10}", "edgecolor": INK, "linewidth": 0.5, "hatch": HATCHES[k % len(HATCHES)]}
+        axis.barh(range(len(shares)), widths, left=left, label=_label(part), alpha=0.7, **style)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axis.set_yticks(range(len(shares)), names)
+    axis.invert_yaxis()
+    axis.set(xlim=(0, 1), xlabel="share of the time")
+    axis.xaxis.set_major_formatter("{x:.0%}")
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, handlelength=3)
+    return figure
+
+
+def _add_legend(figure: Any, axis: Any, place: str, columns: int = LEGEND_COLUMNS) -> None:
+    handles, labels = axis.get_legend_handles_labels()
+    columns = min(columns, len(labels))
+    figure.legend(handles, labels, loc=place, ncols=columns, fontsize=8, handlelength=4)
+
+
+def _thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """Return at most ``MOST_POINTS`` points: means over neighbours, where there are more."""
+    group = -(-len(xs) // MOST_POINTS)
+    if group <= 1:
+        return xs, ys
+    starts = range(0, len(xs), group)
+    means = [[math.fsum(part) / len(part) for part in (v[k : k + group] for k in starts)] for v in (xs, ys)]
+    return means[0], means[1]
 
 
 def set_ticks(axis: Any, values: Sequence[float], log: bool) -> None:
@@ -196,6 +266,24 @@ def new_figure(width: float, height: float) -> Any:
     from matplotlib import pyplot
 
     return pyplot.figure(figsize=(width, height), layout="constrained")
+
+
+def svg(make: Callable[[], Any], title: str) -> str:
+    """Return the figure that ``make`` makes as an SVG element: text as text, in the colour of the page around it."""
+    from matplotlib import pyplot, rc_context
+
+    colored = ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color", "grid.color")
+    style: Any = dict.fromkeys(colored, INK) | {"svg.fonttype": "none", "svg.hashsalt": title, "legend.frameon": False}
+    buffer = io.StringIO()
+    with rc_context(style):
+        figure = make()
+        figure.savefig(
+            buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+        pyplot.close(figure)
+    element = buffer.getvalue().partition("<svg ")[2].replace(INK, "currentColor")
+    element = re.sub(r'<g id="[^"]*"', "<g", element)  # which several figures on a page would repeat
+    return f'<svg role="img" aria-label="{html.escape(printable(title, one_line=True))}" {element}'
 
 
 def write_figure(figure: Any, picture: Path) -> None:

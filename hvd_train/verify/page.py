@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,12 +30,18 @@ def write(
     precision: str,
     tolerance: float,
 ) -> None:
-    """Write the page. Raises ConfigError if it cannot be written.
+    """Write the page, or its figures as JSON if ``path`` ends in .json. Raises ConfigError if it cannot be written.
 
     ``sections``: (title, rows of [compared, where, in 64 bits(, in the configured precision)], what differs).
     """
     failed = sum(bool(findings) for _, _, findings in sections)
     verdict = f"{failed} of {len(sections)} comparisons differ" if failed else "all comparisons are equal"
+    header = ["compared", "where", "in 64 bits", f"in {precision}"]
+    if path.suffix == ".json":
+        named = [{"title": name, "rows": rows, "findings": findings} for name, rows, findings in sections]
+        figures = {"title": title, "verdict": verdict, "notes": notes, "header": header, "comparisons": named}
+        _put(path, json.dumps(figures, indent=1) + "\n")
+        return
     picture = base64.b64encode(_picture(curves, precision, tolerance)).decode()
     parts = [
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>hvd-train verify</title><style>{STYLE}</style>",
@@ -45,10 +52,14 @@ def write(
     ]
     for name, rows, findings in sections:
         parts += [f"<h2>{html.escape(name)}</h2>", _verdict(findings or ["equal"], not findings)]
-        parts.append(_table(["compared", "where", "in 64 bits", f"in {precision}"][: len(rows[0])], rows))
+        parts.append(_table(header[: len(rows[0])], rows))
+    _put(path, "\n".join(parts) + "\n</html>\n")
+
+
+def _put(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(parts) + "\n</html>\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the page cannot be written: {error.strerror}", where=str(path)) from error
 

@@ -70,6 +70,13 @@ def test_np_inside_a_launched_world_is_refused():
     assert done.stderr == "error[rank 0]: -np 3 inside a world of 2 ranks; started by mpirun; leave out -np\n"
 
 
+def test_verify_in_a_launched_world_is_refused():
+    done = run("verify", "-np", "2", code=2, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
+    assert done.stderr.startswith(
+        "error[rank 0]: verify starts its ranks itself; started by mpirun; call hvd-train verify"
+    )
+
+
 @pytest.mark.parametrize(
     ("sets", "words"),
     [

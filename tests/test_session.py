@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvd_train import session
-from hvd_train.errors import CommunicationError, LostRankError
+from hvd_train.errors import CommunicationError, ConfigError, LostRankError
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.world import World
@@ -70,5 +70,9 @@ def test_a_part_of_the_world_keeps_the_places_on_the_host(monkeypatch):
     opened = third.open(SimpleNamespace(size=2))
     assert (opened.size, opened.part.size, opened.local_rank, opened.local_size) == (2, 2, 3, 4)
     assert third.settings == {"ranks": 2, "host": "a"}
+    with pytest.raises(
+        ConfigError, match="3 stages do not divide 4 ranks; parallel.pipeline: 3; start 3, 6, 9, .* ranks"
+    ):
+        Session(SimpleNamespace(), framework="pytorch", world=whole).open(stages=3)
     alone = third.open(SimpleNamespace(size=1))
     assert (alone.size, alone.local_rank) == (1, 3) and third.settings["ranks"] == 1

@@ -103,13 +103,6 @@ def test_nothing_left_out_is_the_gradient_itself(framework, name):
             assert not any(s.any() for s in new)
 
 
-@pytest.mark.parametrize("framework", OPS)
-def test_none_keeps_nothing(framework):
-    for step in run(OPS[framework](), make("none")):
-        for gradient, old, decoded, new in step:
-            assert (gradient == decoded).all() and old == new == []
-
-
 @pytest.mark.parametrize("name", LOSSY)
 def test_the_others_do_leave_something_out(name):
     """Else the laws above would hold for nothing."""

@@ -147,6 +147,26 @@ def same(a, b):
     return a.keys() == b.keys() and all((a[k] == b[k]).all() for k in a)
 
 
+def without_speed(summary):
+    return {k: v for k, v in summary.items() if k not in ("samples_per_second", "time")}
+
+
+def killed(size, c, folder, steps, **options):
+    """A run that is killed after so many steps."""
+    with pytest.raises(Stop):
+        run_ranks(size, lambda com: trainer(com, c, folder, KillingLog(steps), **options).fit())
+
+
+def check_kills(size, c, folder, moments=slice(None), **options):
+    """A kill changes nothing: weights, slots, each rank's own state and the summary are those of a run without one."""
+    whole = final(size, c, folder / "whole", **options)
+    for steps in range(1, whole[0]["steps"] + 1)[moments]:
+        killed(size, c, folder / str(steps), steps, **options)
+        again = final(size, c, folder / str(steps), resume=True, **options)
+        assert same(again[1], whole[1]) and without_speed(again[0]) == without_speed(whole[0]), f"killed after {steps}"
+        assert all(same(a, b) for a, b in zip(again[2], whole[2], strict=True))
+
+
 # ---- N ranks are one
 
 
@@ -219,17 +239,8 @@ def test_every_sample_counts_once(tmp_path, size):
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("compressor", [None, Threshold(0.01)], ids=["none", "threshold"])
 def test_resumed_after_a_kill_at_any_step_is_bit_identical(tmp_path, size, compressor):
-    """Weights, slots, each rank's residual, statistics and the summary equal those of the run that nobody stopped."""
     c = config(checkpoint={"every_n_steps": 2}, accumulate_grad_batches=2)
-    whole = final(size, c, tmp_path / "whole", compressor=compressor)
-    for killed_at in range(1, whole[0]["steps"] + 1):
-        folder = tmp_path / str(killed_at)
-        with pytest.raises(Stop):
-            run_ranks(size, lambda com, f=folder, k=killed_at: trainer(com, c, f, KillingLog(k), compressor).fit())
-        again = final(size, c, folder, compressor=compressor, resume=True)
-        assert same(again[1], whole[1]), f"killed after step {killed_at}"
-        assert all(same(a, b) for a, b in zip(again[2], whole[2], strict=True))
-        assert without_speed(again[0]) == without_speed(whole[0])
+    check_kills(size, c, tmp_path, compressor=compressor)
 
 
 # Each rank trains by its gradients, and weights are joined now and then: the loop knows none of them by name.
@@ -246,15 +257,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_mode_resumes_bit_for_bit_after_a_kill_at_any_step(tmp_path, size, mode):
-    c = config(checkpoint={"every_n_steps": 2}, exchange=MODES[mode])
-    whole = final(size, c, tmp_path / "whole")
-    for killed_at in range(1, whole[0]["steps"] + 1):
-        folder = tmp_path / str(killed_at)
-        with pytest.raises(Stop):
-            run_ranks(size, lambda com, f=folder, k=killed_at: trainer(com, c, f, KillingLog(k)).fit())
-        again = final(size, c, folder, resume=True)
-        assert same(again[1], whole[1]), f"killed after step {killed_at}"
-        assert all(same(a, b) for a, b in zip(again[2], whole[2], strict=True))
+    check_kills(size, config(checkpoint={"every_n_steps": 2}, exchange=MODES[mode]), tmp_path)
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 4)])
@@ -263,8 +266,7 @@ def test_gradients_under_way_go_on_on_another_number_of_ranks(tmp_path, before, 
     whole = final(1, c, tmp_path / "whole")
     for killed_at in (3, 4, 9):
         folder = tmp_path / str(killed_at)
-        with pytest.raises(Stop):
-            run_ranks(before, lambda com, f=folder, k=killed_at: trainer(com, c, f, KillingLog(k)).fit())
+        killed(before, c, folder, killed_at)
         again = final(after, c, folder, resume=True)
         for key, array in whole[1].items():
             if not key.startswith("statistics/"):
@@ -289,8 +291,7 @@ def test_evaluations_and_checkpoints_change_no_number_of_a_mode(tmp_path, mode):
 def test_what_a_schedule_counts_in_steps_are_those_of_the_run(tmp_path, keys):
     """Also where its length is in epochs: on twice as many ranks a rate that had fallen was the first one again."""
     c = config(global_batch_size=None, batch_size=4, log_every_n_steps=1, optim={"lr": 0.1, **keys})
-    with pytest.raises(Stop):
-        run_ranks(1, lambda com: trainer(com, c, tmp_path, KillingLog(16)).fit())
+    killed(1, c, tmp_path, 16)
     log = Recorder()
     summary, _, _, made = final(2, c, tmp_path, log=log, resume=True)
     seen = {step: rate for _, step, _, rate, _ in log.trains}
@@ -318,8 +319,7 @@ def test_the_rate_does_not_leap_on_other_ranks_where_the_warmup_has_another_unit
     )  # fmt: skip
     first = Schedule.of(c, N, 1)
     for ranks, steps in ((1, killed_at), (2, 4)):
-        with pytest.raises(Stop):
-            run_ranks(ranks, lambda com, k=steps: trainer(com, c, tmp_path, KillingLog(k), resume=True).fit())
+        killed(ranks, c, tmp_path, steps, resume=True)
     log = Recorder()
     final(1, c, tmp_path, log=log, resume=True)
     (epoch, step, _, rate, _), *_ = log.trains
@@ -334,8 +334,7 @@ def test_an_epoch_that_is_over_on_fewer_ranks_takes_no_further_step(tmp_path):
     """Two steps of two ranks are the four of one rank that limit_train_batches allows an epoch; a fifth was made."""
     keys = {"global_batch_size": None, "batch_size": 4, "limit_train_batches": 4, "log_every_n_steps": 1}
     c, log = config(**keys, checkpoint={"every_n_steps": 1}, optim={"lr": 0.1, "schedule": "cosine"}), Recorder()
-    with pytest.raises(Stop):
-        run_ranks(2, lambda com: trainer(com, c, tmp_path, KillingLog(3)).fit())
+    killed(2, c, tmp_path, 3)
     hook = EpochLosses()
     summary, _, _, made = final(1, c, tmp_path, log=log, resume=True, hooks=[hook])
     assert (summary["epochs"], summary["steps"], summary["train_samples"]) == (3, 2 + 4 + 4, 3 * 16)
@@ -347,8 +346,7 @@ def test_an_epoch_that_is_over_on_fewer_ranks_takes_no_further_step(tmp_path):
 def test_an_epoch_that_began_with_a_smaller_batch_takes_all_its_samples(tmp_path):
     """After 1 step of 4 samples the 49 others are 7 steps of 8: the epoch of 7 steps left out the last sample."""
     c = config(global_batch_size=None, batch_size=4, checkpoint={"every_n_steps": 1}, max_epochs=1)
-    with pytest.raises(Stop):
-        run_ranks(1, lambda com: trainer(com, c, tmp_path, KillingLog(2)).fit())
+    killed(1, c, tmp_path, 2)
     summary, *_ = final(2, c, tmp_path, resume=True)
     assert (summary["steps"], summary["train_samples"]) == (1 + 7, N)
 
@@ -373,10 +371,6 @@ def test_a_line_of_the_log_waits_until_nothing_travels(tmp_path):
     assert lines == [step for step in range(1, 20) if step not in travels or step in ends]
 
 
-def without_speed(summary):
-    return {k: v for k, v in summary.items() if k not in ("samples_per_second", "time")}
-
-
 @pytest.mark.parametrize("keys", [{}, {"save_last": False}, {"every_n_epochs": 0, "save_last": False, "save_top_k": 0}])
 @pytest.mark.parametrize("size", [1, 3])
 def test_left_at_an_epoch_and_gone_on_with_is_bit_identical(tmp_path, size, keys):
@@ -387,10 +381,7 @@ def test_left_at_an_epoch_and_gone_on_with_is_bit_identical(tmp_path, size, keys
         cut = final(size, c, tmp_path / "cut", resume=True, until=until)
         assert cut[0]["paused_at"] == cut[0]["epochs"] == until
     again = final(size, c, tmp_path / "cut", resume=True, until=5)
-    assert same(again[1], whole[1]) and "paused_at" not in again[0]
-    assert {k: x for k, x in again[0].items() if k not in ("samples_per_second", "time")} == {
-        k: x for k, x in whole[0].items() if k not in ("samples_per_second", "time")
-    }
+    assert same(again[1], whole[1]) and without_speed(again[0]) == without_speed(whole[0])
 
 
 def test_what_is_left_twice_stays_the_best(tmp_path):
@@ -405,8 +396,7 @@ def test_what_is_left_twice_stays_the_best(tmp_path):
 def test_resumed_on_another_world_the_same_samples_follow(tmp_path, before, after):
     c = config(checkpoint={"every_n_steps": 3})
     whole = final(before, c, tmp_path / "whole")
-    with pytest.raises(Stop):
-        run_ranks(before, lambda com: trainer(com, c, tmp_path / "cut", KillingLog(10)).fit())
+    killed(before, c, tmp_path / "cut", 10)
     again = final(after, c, tmp_path / "cut", resume=True)
     assert again[0]["train_samples"] == whole[0]["train_samples"] and again[0]["steps"] == whole[0]["steps"]
     for key, array in whole[1].items():
@@ -419,8 +409,7 @@ def test_resumed_on_another_world_a_schedule_over_steps_goes_on(tmp_path, before
     """The place in the epoch is another number of steps there: the rate would leap to the end, or back."""
     c = config(global_batch_size=None, batch_size=4, max_epochs=None, max_steps=20, log_every_n_steps=1)
     c = c.model_copy(update={"optim": c.optim.model_copy(update={"schedule": "cosine", "warmup_steps": 3})})
-    with pytest.raises(Stop):
-        run_ranks(before, lambda com: trainer(com, c, tmp_path, KillingLog(16)).fit())
+    killed(before, c, tmp_path, 16)
     log = Recorder()
     summary, _, _, made = final(after, c, tmp_path, log=log, resume=True)
     told = {step: rate for _, step, _, rate, _ in log.trains}
@@ -559,54 +548,28 @@ def test_the_loss_scale_belongs_to_its_precision(tmp_path, size, before, after):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_residuals_of_another_compressor_are_left_behind(tmp_path, size):
-    """Residuals of topk and threshold have the same shapes: the name decides, and one line tells."""
-    first = {"exchange": {"compression": "threshold", "threshold": 0.05}}
+def test_residuals_that_belong_to_something_else_are_left_behind(tmp_path, monkeypatch, size):
+    """To another compressor, whose residuals have the same shapes; or to kernels in another order of axes: PyTorch's
+    images and kernels lie channels last on a CPU, and mostly not on a GPU."""
 
-    def restored(compressor, name, keys):
-        def work(communicator):
-            made = trainer(communicator, config(**keys), tmp_path, compressor=compressor)
-            made.compression = name
-            found = store.newest(made.folder, pytest.fail) if communicator.rank == 0 else None
-            return made.restore(found), sum(np.abs(x).sum() for x in local_state(made).values())
-
-        return run_ranks(size, work)
-
-    def train(communicator):
-        made = trainer(communicator, config(**first, max_steps=5), tmp_path, compressor=Threshold(0.05))
-        made.compression = "threshold"
-        made.fit()
-        return None, sum(np.abs(x).sum() for x in local_state(made).values())
-
-    kept = run_ranks(size, train)
-    assert all(total > 0 for _, total in kept)
-    same_one = restored(Threshold(0.05), "threshold", first)
-    assert [total for _, total in same_one] == [total for _, total in kept] and same_one[0][0] == []
-    for notes, total in restored(make("topk", ratio=0.5), "topk", {"exchange": {"compression": "topk"}}):
-        assert total == 0
-        assert notes == ["per-rank state (residuals) is not restored: compression threshold -> topk"]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_residuals_that_lie_in_another_order_are_left_behind(tmp_path, monkeypatch, size):
-    """PyTorch's images and kernels lie channels last on a CPU, and mostly not on a GPU; the shapes are the same."""
-    keys = {"exchange": {"compression": "int8"}}
-
-    def work(communicator, axes, begin=False):
+    def work(communicator, compressor, name, axes="channels first", fit=False):
         monkeypatch.setattr(NumpyFrontEnd, "axes", axes)
-        made = trainer(
-            communicator, config(**keys, max_steps=5), tmp_path, compressor=make("int8", size, communicator.rank)
-        )
-        made.compression = "int8"
-        found = store.newest(made.folder, pytest.fail) if not begin and communicator.rank == 0 else None
-        notes = made.fit() and [] if begin else made.restore(found)
+        c = config(max_steps=5, exchange={"compression": name})
+        made = trainer(communicator, c, tmp_path, compressor=compressor)
+        made.compression = name
+        found = store.newest(made.folder, pytest.fail) if communicator.rank == 0 and not fit else None
+        notes = made.fit() and [] if fit else made.restore(found)
         return notes, sum(np.abs(x).sum() for x in local_state(made).values())
 
-    kept = run_ranks(size, lambda c: work(c, "channels first", begin=True))
+    first, other = (Threshold(0.05), "threshold"), (make("topk", ratio=0.5), "topk")
+    kept = run_ranks(size, lambda c: work(c, *first, fit=True))
     assert all(total > 0 for _, total in kept)
-    assert run_ranks(size, lambda c: work(c, "channels first")) == kept
-    line = "per-rank state (residuals) is not restored: axes channels first -> channels last"
-    assert run_ranks(size, lambda c: work(c, "channels last")) == [([line], 0)] * size
+    assert run_ranks(size, lambda c: work(c, *first)) == kept
+    line = "per-rank state (residuals) is not restored: {}"
+    found = run_ranks(size, lambda c: work(c, *other))
+    assert found == [([line.format("compression threshold -> topk")], 0)] * size
+    found = run_ranks(size, lambda c: work(c, *first, "channels last"))
+    assert found == [([line.format("axes channels first -> channels last")], 0)] * size
 
 
 # ---- limits and cadence

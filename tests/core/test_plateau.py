@@ -9,7 +9,7 @@ import pytest
 from hvd_train.config import Config
 from hvd_train.core.callbacks.plateau import Plateau
 from hvd_train.core.hooks import Epoch
-from tests.core.test_loop import KillingLog, Recorder, Stop, config, final, run_ranks, same, trainer, without_speed
+from tests.core.test_loop import Recorder, check_kills, config, final
 
 
 def factors(values, **rule):
@@ -59,13 +59,7 @@ def test_all_ranks_lower_it_together_and_no_lower_than_the_lowest(tmp_path, size
 @pytest.mark.parametrize("size", [1, 2])
 def test_it_is_kept_over_a_kill(tmp_path, size):
     c = config(max_epochs=4, checkpoint={"every_n_steps": 3}, optim={"lr": 0.05, "momentum": 0.9, "plateau": RULE})
-    whole = final(size, c, tmp_path / "whole")
-    for killed_at in range(1, whole[0]["steps"] + 1, 4):
-        folder = tmp_path / str(killed_at)
-        with pytest.raises(Stop):
-            run_ranks(size, lambda com, f=folder, k=killed_at: trainer(com, c, f, KillingLog(k)).fit())
-        again = final(size, c, folder, resume=True)
-        assert same(again[1], whole[1]) and without_speed(again[0]) == without_speed(whole[0]), killed_at
+    check_kills(size, c, tmp_path, slice(0, None, 4))
 
 
 def test_a_rule_that_is_taken_away_gives_the_rate_back(tmp_path):

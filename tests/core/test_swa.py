@@ -16,18 +16,7 @@ from hvd_train.update import make_update
 from hvd_train.update.averaged_update import AveragedUpdate
 from hvd_train.update.epoch_mean import EpochMean
 from tests.core.test_control_sync import Signal, every_turn, interrupted
-from tests.core.test_loop import (
-    TRAIN,
-    KillingLog,
-    Recorder,
-    Stop,
-    config,
-    final,
-    run_ranks,
-    same,
-    trainer,
-    without_speed,
-)
+from tests.core.test_loop import TRAIN, Recorder, check_kills, config, final, same, without_speed
 from tests.numpy_frontend import NumpyFrontEnd
 
 __all__ = ["every_turn"]  # a fixture
@@ -90,13 +79,7 @@ def test_n_ranks_are_one(tmp_path, exchange):
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_kill_at_any_step_changes_no_bit(tmp_path, size):
     c = config(max_epochs=EPOCHS, checkpoint={"every_n_steps": 2})
-    whole = final(size, c, tmp_path / "whole", kind=kind)
-    for killed_at in range(3, whole[0]["steps"] + 1, 4):
-        folder = tmp_path / str(killed_at)
-        with pytest.raises(Stop):
-            run_ranks(size, lambda com, f=folder, k=killed_at: trainer(com, c, f, KillingLog(k), kind=kind).fit())
-        again = final(size, c, folder, resume=True, kind=kind)
-        assert same(again[1], whole[1]) and without_speed(again[0]) == without_speed(whole[0]), killed_at
+    check_kills(size, c, tmp_path, slice(2, None, 4), kind=kind)
 
 
 @pytest.mark.parametrize("size", [1, 2])

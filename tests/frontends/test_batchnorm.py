@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from hvd_train.compression import make
-from hvd_train.config import Config, FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
-from hvd_train.protocol import Batch, Groups
+from hvd_train.protocol import Batch
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.replicated import Replicated
 from tests.frontends.test_contract import (
@@ -19,6 +18,7 @@ from tests.frontends.test_contract import (
     FRAMEWORKS,
     OWN,
     batch,
+    built,
     close,
     everything,
     module,
@@ -112,15 +112,12 @@ def cumulative_norm(input_shape, num_classes):
 def ranks_train(size, sync, counts, name=NORM["pytorch"], look=everything):
     """State of each rank after one step per entry of ``counts``: samples of all ranks, cut unevenly."""
     lock = threading.Lock()
-    config = Config.model_validate({"precision": 64, "device": "cpu", "model": {"name": name}, "sync_batchnorm": sync})
 
     def work(communicator):
         communicator = TorchThreads(communicator.world, communicator.rank) if size > 1 else Serial()
         with lock:
-            frontend = module("pytorch").open_frontend(
-                FrontEndConfig.of(config), Groups.of(communicator), sample_of(SHAPE, CLASSES)
-            )
-        Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), communicator, frontend.ops))
+            sample, keys = sample_of(SHAPE, CLASSES), {"model": {"name": name}, "sync_batchnorm": sync}
+            frontend = built("pytorch", sample, communicator, **keys)
         for k, count in enumerate(counts):
             whole = batch(k, count, count, SHAPE)
             own = np.array_split(np.arange(count), [count // 2, *[count - 1] * (size - 2)] if size > 1 else 1)[

@@ -3,15 +3,14 @@
 import pytest
 from torch import nn
 
+from hvd_train.errors import ConfigError
 from hvd_train.frontends.pytorch.embeddings import dependent_on_batch
-from tests.ranks.job import Job, settings
+from tests.frontends.test_contract import CLASSES, built, sample_of
+from tests.frontends.test_overlap import Hosts
 
-MODEL = """
-from torch import nn
 
-def model(**shape):
-    return nn.Sequential(nn.Linear(64, 10), nn.ModuleDict({"words": nn.EmbeddingBag(5, 2, scale_grad_by_freq=True)}))
-"""
+def counting(**shape):
+    return nn.Sequential(nn.Linear(12, 3), nn.ModuleDict({"words": nn.EmbeddingBag(5, 2, scale_grad_by_freq=True)}))
 
 
 @pytest.mark.parametrize(
@@ -27,11 +26,7 @@ def test_the_layer_and_its_option_are_named(layer, says):
     assert found.startswith(says) and bool(found) == bool(says)
 
 
-def test_two_ranks_refuse_it(tmp_path):
-    (tmp_path / "words.py").write_text(MODEL)
-    job = Job("-np", tmp_path, *settings(tmp_path / "run"), "--set", "model={name: 'words:model'}")
-    code, _, err = job.end()
-    assert code == 2 and err.startswith(
-        "error[rank 0]: 1.words: scale_grad_by_freq would count the words of each rank's"
-    ), err
-    assert err.count("\n") == 1 and err.endswith("; leave the option out\n")
+def test_two_ranks_refuse_it():
+    words = "^1.words: scale_grad_by_freq would count the words of each rank's.*; leave the option out$"
+    with pytest.raises(ConfigError, match=words):
+        built("pytorch", sample_of((12,), CLASSES), Hosts(), model={"name": f"{__name__}:counting"})

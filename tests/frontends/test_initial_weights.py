@@ -18,11 +18,8 @@ from hvd_train.errors import CheckpointError, ConfigError, TrainError
 from hvd_train.frontends.named_arrays import TensorLayout
 from hvd_train.jobs.initial_weights import WeightFile, _other_meanings, _safetensors, assign
 from hvd_train.protocol import Sample
+from tests.update.test_parameter_groups import DATA, X, Y
 
-rng = np.random.default_rng(0)
-X = rng.normal(size=(90, 6)).astype(np.float32)
-Y = X[:, :3].argmax(1)
-DATA = (X[:60], Y[:60]), (X[60:], Y[60:])
 TWO = tuple((x, y % 2) for x, y in DATA)
 STATE = {
     "weights/body.kernel": (2, 3),

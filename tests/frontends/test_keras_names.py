@@ -9,10 +9,7 @@ import hvd_train
 from hvd_train.checkpoint.store import newest
 from hvd_train.errors import ConfigError
 from tests.cli.test_fine_tuning import NUMBERED
-
-X = np.random.default_rng(0).normal(size=(90, 6)).astype(np.float32)
-Y = X[:, :3].argmax(1)
-DATA = (X[:60], Y[:60]), (X[60:], Y[60:])
+from tests.update.test_parameter_groups import DATA
 
 
 def dense(units=8, **keys):

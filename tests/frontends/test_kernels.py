@@ -15,16 +15,20 @@ OPTIONS = {
     "adam": OptimConfig(name="adam", weight_decay=0.01),
     "adamw": OptimConfig(name="adamw", weight_decay=0.01),
 }
-FUSED = list(OPTIONS)
+FUSED = dict(OPTIONS)
 # Of which torch has a class, with the arguments that it takes.
-OTHERS = {
+CLASSES = {
+    "momentum": (OPTIONS["momentum"], "SGD", {"momentum": 0.9}),
+    "nesterov": (OPTIONS["nesterov"], "SGD", {"momentum": 0.9, "nesterov": True}),
+    "adam": (OptimConfig(name="adam", eps=0.01, betas=[0.8, 0.95]), "Adam", {"eps": 0.01, "betas": (0.8, 0.95)}),
+    "adamw": (OptimConfig(name="adamw", eps=1e-3, weight_decay=0.1), "AdamW", {"eps": 1e-3}),
     "rmsprop": (OptimConfig(name="rmsprop", alpha=0.9, weight_decay=0.01), "RMSprop", {"alpha": 0.9, "eps": 1e-8}),
     "rmsprop momentum": (OptimConfig(name="rmsprop", momentum=0.8), "RMSprop", {"alpha": 0.99, "momentum": 0.8}),
     "adagrad": (OptimConfig(name="adagrad", eps=1e-10, weight_decay=0.01), "Adagrad", {"eps": 1e-10}),
     "nadam": (OptimConfig(name="nadam", weight_decay=0.01), "NAdam", {}),
     "radam": (OptimConfig(name="radam", betas=[0.8, 0.9], weight_decay=0.01), "RAdam", {"betas": (0.8, 0.9)}),
 }
-OPTIONS |= {name: options for name, (options, _, _) in OTHERS.items()}
+OPTIONS |= {name: options for name, (options, _, _) in CLASSES.items()}
 OPTIONS["lion"] = OptimConfig(name="lion", betas=[0.9, 0.99], weight_decay=0.01)
 RATES = (0.1, 0.03, 0.2)
 
@@ -68,12 +72,12 @@ MANY = tuple(0.01 * (1 + k % 3) for k in range(30))
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", CLASSES)
 def test_formulas_are_those_of_torchs_classes(framework, name):
     """Over 30 steps: radam changes its formula after some, and nadam's momentum grows."""
     import torch
 
-    options, kind, keys = OTHERS[name]
+    options, kind, keys = CLASSES[name]
     weight, gradients = drawn("float64", 101, len(MANY))
     p = torch.nn.Parameter(torch.tensor(weight))
     optimizer = getattr(torch.optim, kind)([p], lr=0.1, weight_decay=options.weight_decay, **keys)
@@ -118,7 +122,7 @@ def test_lion_is_that_of_its_paper(framework):
 def test_pytorch_kernels_have_the_bits_of_torchs_fused_optimizers(name, dtype):
     import torch
 
-    o = OPTIONS[name]
+    o = FUSED[name]
     weight, gradients = drawn(dtype)
     p = torch.nn.Parameter(torch.tensor(weight))
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[o.name]

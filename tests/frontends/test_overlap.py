@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from hvd_train.compression import make
-from hvd_train.config import Config, FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.pytorch import model as pt
 from hvd_train.frontends.serial import Serial
-from hvd_train.protocol import Groups, Packing
+from hvd_train.protocol import Packing
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.replicated import Replicated
-from tests.frontends.test_contract import CLASSES, ROWS, SHAPE, batch, close, sample_of
+from tests.frontends.test_contract import CLASSES, ROWS, SHAPE, batch, built, close, opened, sample_of
 
 
 class Hosts(Serial):
@@ -29,10 +28,8 @@ class Hosts(Serial):
 
 
 def trained(overlap, model="tests.own_models:checkpointed", packing=pt.PyTorchFrontEnd.packing):
-    exchange = {"overlap": overlap}
-    settings = {"framework": "pytorch", "model": {"name": model}, "optim": {"lr": 0.1}, "exchange": exchange}
-    config = Config.model_validate({"precision": 64, "device": "cpu"} | settings)
-    frontend = pt.open_frontend(FrontEndConfig.of(config), Groups.of(Hosts()), sample_of(SHAPE, CLASSES))
+    settings = {"model": {"name": model}, "optim": {"lr": 0.1}, "exchange": {"overlap": overlap}}
+    frontend = built("pytorch", sample_of(SHAPE, CLASSES), Hosts(), connect=False, **settings)
     Replicated(frontend, Exchange(frontend.specs(), packing, make("none"), frontend.groups.data, frontend.ops))
     early = []
     sent = frontend._sent
@@ -78,10 +75,7 @@ def test_auto_overlaps_elsewhere():
 
 def test_every_layer_trains_whoever_had_it_evaluate():
     """``train()`` is called only where it is needed: after an evaluation, and after a hook left a layer in eval."""
-    config = Config.model_validate({"precision": 64, "device": "cpu", "model": {"name": "mlp", "hidden": [4]}})
-    frontend = pt.open_frontend(FrontEndConfig.of(config), Groups.of(Serial()), sample_of(SHAPE, CLASSES))
-    parts = frontend.specs(), frontend.packing, make("none"), frontend.groups.data, frontend.ops
-    Replicated(frontend, Exchange(*parts))
+    frontend = opened("pytorch")
     placed, layers = frontend.to_device(batch(0)), list(frontend.model.modules())
     for before in (lambda: None, lambda: frontend.evaluate_batch(placed), layers[-1].eval):
         before()

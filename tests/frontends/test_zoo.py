@@ -9,15 +9,11 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from hvd_train.compression import make
-from hvd_train.config import Config, FrontEndConfig, TaskConfig
+from hvd_train.config import TaskConfig
 from hvd_train.errors import ConfigError
-from hvd_train.frontends.serial import Serial
-from hvd_train.protocol import Batch, Groups
+from hvd_train.protocol import Batch
 from hvd_train.task.task import Task
-from hvd_train.update.exchange import Exchange
-from hvd_train.update.replicated import Replicated
-from tests.frontends.test_contract import FRAMEWORKS, module, sample_of
+from tests.frontends.test_contract import FRAMEWORKS, built, module, sample_of, weights
 
 ROWS = 6
 RESNET = {"name": "resnet", "width": 2}
@@ -32,18 +28,17 @@ ZOO = {  # model, shape of a sample, classes
     "thin": ({"name": "thin", "depth": 6, "width": 5}, (4, 3, 2), 3),
     "thin flat": ({"name": "thin", "depth": 2, "width": 5}, (7,), 3),
     "gpt": (GPT, (10,), 11),
+    "mlp image": ({"name": "mlp", "hidden": [7, 5]}, (6, 5, 2), 3),
+    "mlp flat": ({"name": "mlp", "hidden": [7]}, (9,), 3),
+    "mlp linear": ({"name": "mlp", "hidden": []}, (6, 5, 2), 3),
+    "cnn": ({"name": "cnn", "hidden": 11}, (20, 28, 3), 3),
 }
 
 
 def opened(framework, model, shape, classes, **keys):
-    settings = {"framework": framework, "model": model, "precision": 64, "device": "cpu", "optim": {"lr": 1.0}}
-    config = Config.model_validate(settings | keys)
     tokens = model["name"] == "gpt"
     sample = sample_of(shape, classes, "int32", shape) if tokens else sample_of(shape, classes)
-    frontend = module(framework).open_frontend(FrontEndConfig.of(config), Groups.of(Serial()), sample)
-    parts = frontend.specs(), frontend.packing, make("none"), frontend.groups.data, frontend.ops
-    Replicated(frontend, Exchange(*parts))
-    return frontend
+    return built(framework, sample, **{"model": model, "optim": {"lr": 1.0}} | keys)
 
 
 def batch(shape, classes, seed=0, count=ROWS):
@@ -65,10 +60,6 @@ def training_logits(frontend, placed):
     return frontend.ops.to_numpy(frontend.model(inputs, training=True))
 
 
-def weights(frontend):
-    return {k: v for k, v in frontend.state().items() if k.startswith("weights/")}
-
-
 @pytest.mark.parametrize("name", ZOO)
 def test_both_zoos_hold_the_same_network(name):
     """In 64 bits: first weights bit for bit, logits to 1e-12, gradients (what a step at rate 1 takes off) to 1e-10."""
@@ -84,6 +75,8 @@ def test_both_zoos_hold_the_same_network(name):
     pairs = list(zip(fronts, placed, strict=True))
     np.testing.assert_allclose(*(training_logits(*pair) for pair in pairs), rtol=0, atol=1e-12)
     before = weights(fronts[0])
+    drawn = weights(opened("pytorch", model, shape, classes, seed=1))
+    assert any((drawn[key] != x).any() for key, x in before.items())
     sums = [f.ops.to_numpy(f.train_step(p, 1 / ROWS, 0, 1.0)) for f, p in pairs]
     np.testing.assert_allclose(*sums, rtol=1e-12)
     after = [weights(f) for f in fronts]
@@ -207,7 +200,6 @@ def test_a_model_that_does_not_fit_the_labels_is_one_clear_error(framework, mode
 # ---- they learn
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(
     ("model", "shape", "classes"),
     [
@@ -218,8 +210,9 @@ def test_a_model_that_does_not_fit_the_labels_is_one_clear_error(framework, mode
     ],
     ids=["gpt", "thin", "resnet", "pyramidnet"],
 )
-def test_the_first_weights_are_sane_and_training_goes_down(framework, model, shape, classes):
-    frontend = opened(framework, model, shape, classes, precision=32, optim={"name": "adam", "lr": 3e-3})
+def test_the_first_weights_are_sane_and_training_goes_down(model, shape, classes):
+    """In one framework: the other one's networks and weights are the same."""
+    frontend = opened("pytorch", model, shape, classes, precision=32, optim={"name": "adam", "lr": 3e-3})
     placed = frontend.to_device(batch(shape, classes))
     losses = [frontend.ops.to_numpy(frontend.train_step(placed, 1 / ROWS, k, 3e-3))[0] / ROWS for k in range(40)]
     if model["name"] == "gpt":

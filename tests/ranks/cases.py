@@ -23,27 +23,27 @@ ADAM = SGD | {"optim.momentum": 0, "optim.lr": 0.002}
 TRAININGS = {
     "cnn": CNN | {"max_steps": 50, "max_epochs": 3, "optim.weight_decay": 1e-4, "optim.warmup_epochs": 1},
     "sgd": MLP | SGD | {"optim.schedule": "cosine"},
-    "nesterov": MLP | SGD | {"optim.nesterov": True, "gradient_clip_val": 0.5},
-    "adam": MLP | ADAM | {"optim.name": "adam", "optim.schedule": "exponential", "optim.gamma": 0.5},
-    "adamw": MLP | ADAM | {"optim.name": "adamw", "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "lars": MLP | SGD | {"optim.name": "lars", "optim.lr": 2.0, "optim.trust_coefficient": 0.01},
-    "lamb": MLP | ADAM | {"optim.name": "lamb", "optim.weight_decay": 0.05, "optim.schedule": "cosine"},
     "accumulate": MLP | SGD | {"accumulate_grad_batches": 3, "global_batch_size": 47},
 }
+LAMB = MLP | ADAM | {"optim.name": "lamb", "optim.weight_decay": 0.05, "optim.schedule": "cosine"}
 # Gradients travel while the next steps compute; N ranks are one all the same.
 LATE = {"mode": "delayed", "delay": 2, "compensation": 0.1}
-TRAININGS["delayed"] = TRAININGS["nesterov"] | {"exchange": {"mode": "delayed"}}
 TRAININGS["delayed-cnn"] = TRAININGS["cnn"] | {"exchange": LATE, "accumulate_grad_batches": 2}
-TRAININGS["delayed-lamb"] = TRAININGS["lamb"] | {"exchange": LATE, "on_nonfinite": "skip"}
+TRAININGS["delayed-lamb"] = LAMB | {"exchange": LATE, "on_nonfinite": "skip"}
 # Rates and decays of their own, frozen weights, weights that are trained from the second epoch on.
 GROUPS = [{"match": "fc2.*", "lr": 0.004}, {"match": "*.bias", "weight_decay": 0}]
 FROZEN = [*GROUPS, {"match": "fc2.*", "freeze": True}]
 LATER = [*GROUPS, {"match": "fc1.*", "freeze": True, "until_epoch": 1}]
-TRAININGS["groups"] = TRAININGS["lamb"] | {"model.hidden": [24, 12], "optim.groups": FROZEN}
-TRAININGS["groups-later"] = TRAININGS["adamw"] | {"accumulate_grad_batches": 2, "optim.groups": LATER}
-# The optimizer divided over the ranks moves the weights as the whole one does.
-SHARDED = {name: f"sharded-{name}" for name in ("nesterov", "adam", "lamb", "groups")}
-TRAININGS |= {name: TRAININGS[base] | {"optim.sharded": True} for base, name in SHARDED.items()}
+BY_VALUE = {"optim.name": "adamw", "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+TRAININGS["groups-later"] = MLP | ADAM | BY_VALUE | {"accumulate_grad_batches": 2, "optim.groups": LATER}
+# The optimizer divided over the ranks moves the weights as the whole one does, which one rank runs: how an optimizer
+# moves them does not depend on who made the gradient.
+WHOLE = {
+    "nesterov": MLP | SGD | {"optim.nesterov": True, "gradient_clip_val": 0.5},
+    "adam": MLP | ADAM | {"optim.name": "adam", "optim.schedule": "exponential", "optim.gamma": 0.5},
+    "lamb": LAMB,
+    "groups": LAMB | {"model.hidden": [24, 12], "optim.groups": FROZEN},
+}
 # Batches of 479 leave one sample for the last step of an epoch, so all ranks but the first have an empty part in it.
 NORM = MLP | {"global_batch_size": 479, "optim.momentum": 0.9, "optim.weight_decay": 1e-3, "max_epochs": 3}
 NORM.pop("model.hidden")
@@ -51,8 +51,9 @@ OWN = {"pytorch": "tests.own_models:pytorch_norm", "tensorflow": "tests.own_mode
 TRAININGS["norm"] = NORM | {"sync_batchnorm": True}
 # The mean of epochs 3 and 4, and statistics of all samples under it.
 SWA = NORM | {"sync_batchnorm": True, "swa": {"epochs": 2}, "max_epochs": 4}
-TRAININGS |= {"norm-swa": SWA, "norm-swa-sharded": SWA | {"optim.sharded": True}}
-SHARDED["norm-swa"] = "norm-swa-sharded"
+WHOLE["norm-swa"] = SWA
+SHARDED = {name: f"{name}-sharded" for name in WHOLE}
+TRAININGS |= {SHARDED[name]: keys | {"optim.sharded": True} for name, keys in WHOLE.items()}
 # Micro-batches over all ranks hold the same samples for every world size, so their statistics are the same.
 TRAININGS["norm-parts"] = NORM | {"sync_batchnorm": True, "global_batch_size": 101, "accumulate_grad_batches": 3}
 # Of running statistics that stay: no rank's batches matter.
@@ -86,39 +87,30 @@ TRAININGS["words"] = OWN_TASK | {
     "checkpoint.monitor": "val_words_accuracy",
     "checkpoint.mode": "max",
 }
-TRAININGS["words-accumulated"] = TRAININGS["words"] | {"accumulate_grad_batches": 2}
 TRAININGS["curves"] = OWN_TASK | {
     "data.name": "tests.own_models:curves",
     "model.units": 3,
     "optim.lr": 0.05,
     "task": {"loss": "tests.own_models:weighted", "metrics": ["tests.own_models:weighted", "mse", "r2"]},
 }
-# Images as bytes, varied anew in each epoch; the third begins in the middle of the run.
+# Images as bytes, varied anew in each epoch; the third begins in the middle of the run. Rare classes are drawn as often
+# as others, and samples are mixed with others of any rank.
 TRAININGS["varied"] = OWN_TASK | {
     "model": {"name": "mlp", "hidden": [24]},
-    "data.name": "tests.own_models:bytes_of_digits",
+    "data.name": "tests.own_models:uneven_digits",
+    "data.sampling": "balanced",
     "data.workers": 2,
     "data.transforms": [
         "random_horizontal_flip",
         {"name": "random_crop", "padding": 2},
         {"name": "tests.own_models:noisy", "options": {"most": 40}},
-        {"name": "cutout", "size": 3, "fill": 9},
+        {"name": "mixup", "alpha": 0.4},
+        {"name": "cutmix", "p": 0.7},
         {"name": "normalize", "mean": 0.3, "std": 0.35},
     ],
     "global_batch_size": 101,
     "accumulate_grad_batches": 2,
     "optim.lr": 0.05,
-}
-# Rare classes are drawn as often as others, and samples are mixed with others of any rank.
-TRAININGS["blended"] = TRAININGS["varied"] | {
-    "data.name": "tests.own_models:uneven_digits",
-    "data.sampling": "balanced",
-    "data.transforms": [
-        {"name": "random_crop", "padding": 2},
-        {"name": "mixup", "alpha": 0.4},
-        {"name": "cutmix", "p": 0.7},
-        {"name": "normalize", "mean": 0.3, "std": 0.35},
-    ],
 }
 # Samples of different lengths: batches are as long as the longest of all ranks, and padding counts nowhere.
 TRAININGS["strokes"] = OWN_TASK | {
@@ -177,11 +169,8 @@ DELAYED = {"late": LATE, "late-topk": LATE | COMPRESSED["topk"]}
 # Settings under which nothing is left out: the result must be that of plain gradients.
 FULL = {
     "full-topk": {"compression": "topk", "ratio": 1},
-    "full-threshold": {"compression": "threshold", "threshold": 0},
     "full-powersgd": {"compression": "powersgd", "rank": 1000},
-    "full-partial": {"mode": "partial", "partial_fraction": 1},
     "full-local": {"mode": "local_sgd", "local_steps": 1},
-    "full-delayed": {"mode": "delayed", "delay": 0},
     "full-outer": {"mode": "outer", "outer_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
 }
 MIXED = {
@@ -194,21 +183,13 @@ SHORT = MLP | {"model.hidden": [96], "global_batch_size": 48, "max_steps": 8}
 # Slots differ between ranks whose weights go apart, and each must get its slots and its weights again.
 MOMENTUM = {name: {"optim.momentum": 0.9} for name in LOOSE}
 CHANGED = {
-    "from-16-mixed": ({"precision": "16-mixed"}, {"precision": 64}),
     "to-16-mixed": ({"precision": 64}, {"precision": "16-mixed"}),
-    "from-topk": ({"exchange": COMPRESSED["topk"]}, {"exchange": {"compression": "none"}}),
     "to-32": ({"precision": 64}, {"precision": 32, "exchange": COMPRESSED["topk"]}),
     "from-delayed": ({"exchange": LATE}, {"exchange": {"compression": "none"}}),
-    "to-delayed": ({"exchange": {"compression": "none"}}, {"exchange": LATE}),
-    "to-threshold": ({"exchange": COMPRESSED["topk"]}, {"exchange": COMPRESSED["threshold"]}),
 }
-TRAININGS["muon"] = SHORT | {"optim.name": "muon", "optim.momentum": 0.9, "optim.nesterov": True, "optim.lr": 0.01}
-TRAININGS["muon"] |= {"optim.weight_decay": 0.05, "gradient_clip_val": 0.5}
 # A mean of the weights is what is evaluated and saved; a cut after step 5 is between two additions.
 AVERAGED = {
-    "ema": {"optim.momentum": 0.9, "ema": {"decay": 0.8, "every_n_steps": 2}},
     "ema-sharded": {"optim.name": "adam", "optim.sharded": True, "ema": {"decay": 0.8, "every_n_steps": 2}},
-    "free": {"optim.name": "schedule_free_adamw", "optim.weight_decay": 0.01, "optim.warmup_steps": 3},
     "free-sharded": {"optim.name": "schedule_free_sgd", "optim.sharded": True},
 }
 TRAININGS |= {name: SHORT | keys for name, keys in AVERAGED.items()}
@@ -228,138 +209,111 @@ CHANGING = MLP | {"model.name": "tests.own_models:changing", "max_steps": 20}
 CHANGING.pop("model.hidden")
 
 
-# What worlds of three ranks and more run without --long, up to the largest of a framework: where shares of other sizes
-# could show. An optimizer sees the mean alone, whoever made it.
+# Interrupted within an epoch, and gone on with: each rank's residual, weights and slots must come back to it.
+RESUMED = {name: SHORT | {"exchange": COMPRESSED[name]} for name in ("topk", "powersgd")}
+RESUMED |= {name: SHORT | {"exchange": x} | MOMENTUM.get(name, {}) for name, x in (LOOSE | DELAYED).items()}
+RESUMED |= {name: SHORT | keys for name, keys in (TWO_PHASE | AVERAGED).items()}
+RESUMED |= {"dropout": DROPOUT}
+
+# What worlds of three ranks and more run, up to the largest of a framework: where shares of other sizes could show.
+# TensorFlow traces each case on each rank.
 LARGEST = {"pytorch": 4, "tensorflow": 3}
 EVERY_SIZE = ["cnn", "sgd", "accumulate", "norm", "norm-parts", "masked", *APART]
-EVERY_SIZE += ["evaluation", "evaluation-areas", "verbs", "shards", "shards-traced", "average", "adasum-verb"]
-EVERY_SIZE += ["two-phase", "two-phase-traced"]
+EVERY_SIZE += ["evaluation-areas", "verbs", "shards", "shards-traced", "adasum-verb", "two-phase", "two-phase-traced"]
 EVERY_SIZE += [f"disagree-{name}" for name in ("model", "seed", "data", "unbuildable")]
 
 
-def shards(framework: str, size: int, everything: bool) -> dict[str, dict]:
+def shards(framework: str, size: int) -> list[dict]:
     """Tensors to divide over the ranks, up to 64 MiB, eagerly and in a graph."""
     small = [(kind, n) for kind in ("float16", "float32", "float64") for n in (0, 1, 7, 1000, (1 << 18) + 3)]
-    large = [("float32", 16 << 20)] if size < 3 or everything else []
-    made = {"shards": {"tensors": [*small, *large], "traced": False}}
-    return made | ({"shards-traced": {"tensors": small, "traced": True}} if framework == "tensorflow" else {})
+    large = [("float32", 16 << 20)] if size < 3 else []
+    made = [{"name": "shards", "kind": "shards", "tensors": [*small, *large], "traced": False}]
+    return made + [{"name": "shards-traced", "kind": "shards", "tensors": small, "traced": True}]
 
 
-def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dict]:
-    def own(name: str, config: dict) -> dict:
-        if name.startswith("norm"):
-            config = config | {"model.name": OWN[framework]}
-        for begin, models in OWN_MODELS.items():
-            if name.startswith(begin):
-                config = config | {"model.name": models[framework]}
-        return config | {"framework": framework, "run_dir": str(folder / name)}
+def cases(framework: str, size: int, folder: Path) -> list[dict]:
+    """The cases of a world; those of several kinds are in an order in which each finds the checkpoint that it needs."""
+    made: list[dict] = []
 
-    made = [{"name": n, "kind": "train", "config": own(n, config)} for n, config in (TRAININGS | APART).items()]
-    made.append({"name": "evaluation", "kind": "evaluation", "config": own("evaluation", MLP)})
+    def add(name: str, config: dict | None = None, kind: str = "train", **more) -> None:
+        if config:
+            if name.startswith("norm"):
+                config = config | {"model.name": OWN[framework]}
+            for begin, models in OWN_MODELS.items():
+                if name.startswith(begin):
+                    config = config | {"model.name": models[framework]}
+            config = {"framework": framework, "run_dir": str(folder / name)} | config
+        made.append({"name": name, "kind": kind, "config": config, **more})
+
+    def add_cut(name: str, first: dict, rest: dict, **more) -> None:
+        """A run that is left, and gone on with."""
+        there = {"run_dir": str(folder / f"{name}-cut")}
+        add(f"{name}-first", first | there)
+        add(f"{name}-rest", rest | there, resume="last", **more)
+
+    of_one_rank = WHOLE if size == 1 else {}
+    for name, keys in (TRAININGS | APART | of_one_rank).items():
+        add(name, keys)
+    for name, exchange in (COMPRESSED | FULL).items() if size > 1 else ():
+        add(name, SHORT | {"exchange": exchange})
+    for name, keys in RESUMED.items():
+        if name not in (one["name"] for one in made):
+            add(name, keys)
+        add_cut(name, keys | {"max_steps": 5}, keys)
+    # Gone on with another precision or exchange: nothing of the one before may stay.
+    for name, (before, after) in CHANGED.items():
+        allow = [key.partition(".")[0] for key in before]
+        add_cut(name, SHORT | after | before | {"max_steps": 5}, SHORT | after, allow=allow)
+    for name, (before, after) in RESHARDED.items():
+        first = ADAM_SHORT | {"optim.sharded": before, "max_steps": 5}
+        add_cut(name, first, ADAM_SHORT | {"optim.sharded": after})
+    # A run that has ended, with a mean, goes on as if it had not.
+    add_cut("norm-swa-sharded", SWA | {"optim.sharded": True, "max_epochs": 2}, SWA | {"optim.sharded": True})
+    own = SHORT | {"optim.name": OWN_OPTIMIZERS[framework], "optim.lr": 0.5}
+    add("own-optimizer", own)
+    add_cut("own-optimizer", own | {"max_steps": 5}, own)
+    later = SHORT | LATER_CUT
+    add("later", later)
+    for steps in LATER_STEPS:
+        there = {"run_dir": str(folder / "later-cut"), "max_steps": steps}
+        add(f"later-{steps}", later | there, resume=None if steps == LATER_STEPS[0] else "last")
+    add("later-rest", later | {"run_dir": str(folder / "later-cut")}, resume="last")
+    for name, keys in MIXED.items():
+        add(name, SHORT | keys)
+    add("late-mixed", SHORT | {"precision": "16-mixed", "exchange": DELAYED["late-topk"]})
+    add("adam-short", ADAM_SHORT)
+    add("plain", SHORT)
+    add("overflow", SHORT | {"precision": "16-mixed"}, "overflow")
+    if framework == "tensorflow":
+        add("norm-calls", NORM | {"sync_batchnorm": True, "steps_per_execution": 4}, "calls")
+    if size == 1:
+        return made
+
+    add("auto", SHORT | {"exchange.compression": "auto"})
+    add("watched", SHORT | {"exchange": COMPRESSED["topk"] | {"compression_error_every_n_steps": 3}})
+    if framework == "tensorflow":
+        for steps in (1, 4):
+            add(f"steps-{steps}", TRAININGS["sgd"] | {"exchange": COMPRESSED["topk"], "steps_per_execution": steps})
+        add("words-calls", TRAININGS["words"] | {"steps_per_execution": 4}, apart=True)
+    else:
+        for prefix, keys in (("", CNN_CUT), ("changing-", CHANGING)):
+            add(f"{prefix}overlap", keys | {"exchange.overlap": True})
+            add(f"{prefix}no-overlap", keys)
     model = f"tests.own_models:{'pytorch' if framework == 'pytorch' else 'keras'}_one_output"
     keys = {"model.name": model, "data.name": "tests.own_models:odd_digits", "global_batch_size": 30, "precision": 64}
     keys |= {"task": {"loss": "bce", "metrics": ["auc", "average_precision", "accuracy", "f1"]}, "tensorboard": False}
-    made.append({"name": "evaluation-areas", "kind": "evaluation", "config": own("areas", keys), "outputs": True})
-    for name, exchange in (COMPRESSED | FULL | LOOSE | DELAYED).items():
-        config = SHORT | {"exchange": exchange} | MOMENTUM.get(name, {})
-        made.append({"name": name, "kind": "train", "config": own(name, config)})
-    for name, keys in TWO_PHASE.items():
-        made.append({"name": name, "kind": "train", "config": own(name, SHORT | keys)})
-        cut = own(f"{name}-cut", SHORT | keys)
-        made.append({"name": f"{name}-first", "kind": "train", "config": cut | {"max_steps": 5}})
-        made.append({"name": f"{name}-rest", "kind": "train", "config": cut, "resume": "last"})
-    for name, keys in MIXED.items():
-        made.append({"name": name, "kind": "train", "config": own(name, SHORT | keys)})
-    mixed = SHORT | {"precision": "16-mixed", "exchange": DELAYED["late-topk"]}
-    made.append({"name": "late-mixed", "kind": "train", "config": own("late-mixed", mixed)})
-    made.append({"name": "auto", "kind": "train", "config": own("auto", SHORT | {"exchange.compression": "auto"})})
-    watched = SHORT | {"exchange": COMPRESSED["topk"] | {"compression_error_every_n_steps": 3}}
-    made.append({"name": "watched", "kind": "train", "config": own("watched", watched)})
-    made.append({"name": "overflow", "kind": "overflow", "config": own("overflow", SHORT | {"precision": "16-mixed"})})
-    made.append({"name": "adasum-verb", "kind": "adasum", "config": own("a", SHORT | {"exchange.op": "adasum"})})
-    if framework == "tensorflow":
-        for steps in (1, 4):
-            keys = TRAININGS["sgd"] | {"exchange": COMPRESSED["topk"], "steps_per_execution": steps}
-            made.append({"name": f"steps-{steps}", "kind": "train", "config": own(f"steps-{steps}", keys)})
-        keys = NORM | {"sync_batchnorm": True, "steps_per_execution": 4}
-        made.append({"name": "calls", "kind": "calls", "config": own("norm", keys)})
-        config = own("words-calls", TRAININGS["words"] | {"steps_per_execution": 4})
-        made.append({"name": "words-calls", "kind": "train", "config": config, "apart": True})
-    if framework == "pytorch":
-        made.append(
-            {"name": "overlap", "kind": "train", "config": own("overlap", CNN_CUT | {"exchange.overlap": True})}
-        )
-        made.append({"name": "no-overlap", "kind": "train", "config": own("no-overlap", CNN_CUT)})
-        for overlap in (True, False):
-            name = "int8-overlap" if overlap else "int8-no-overlap"
-            keys = SHORT | {"exchange": {"compression": "int8", "overlap": overlap}}
-            made.append({"name": name, "kind": "train", "config": own(name, keys)})
-        for name in ("overlap", "no-overlap"):
-            changing = CHANGING | {"exchange.overlap": name == "overlap"}
-            made.append({"name": f"changing-{name}", "kind": "train", "config": own(f"changing-{name}", changing)})
-    made.append({"name": "plain", "kind": "train", "config": own("plain", SHORT)})
-    # Interrupted within an epoch: each rank's residual must come back to it.
-    for name, exchange in (COMPRESSED | LOOSE | DELAYED).items():
-        config = own(f"{name}-cut", SHORT | {"exchange": exchange} | MOMENTUM.get(name, {}))
-        made.append({"name": f"{name}-first", "kind": "train", "config": config | {"max_steps": 5}})
-        made.append({"name": f"{name}-rest", "kind": "train", "config": config, "resume": "last"})
-    # Gone on with another precision or exchange: nothing of the one before may stay.
-    for name, (before, after) in CHANGED.items():
-        cut = own(f"{name}-cut", SHORT | after)
-        made.append({"name": f"{name}-first", "kind": "train", "config": cut | before | {"max_steps": 5}})
-        allow = [key.partition(".")[0] for key in before]
-        made.append({"name": f"{name}-rest", "kind": "train", "config": cut, "resume": "last", "allow": allow})
-    for name, keys in AVERAGED.items():
-        cut = own(f"{name}-cut", SHORT | keys)
-        made.append({"name": f"{name}-first", "kind": "train", "config": cut | {"max_steps": 5}})
-        made.append({"name": f"{name}-rest", "kind": "train", "config": cut, "resume": "last"})
-    # A run that has ended, with a mean, goes on as if it had not.
-    cut = own("norm-swa-cut", SWA)
-    made.append({"name": "norm-swa-first", "kind": "train", "config": cut | {"max_epochs": 2}})
-    made.append({"name": "norm-swa-rest", "kind": "train", "config": cut, "resume": "last"})
-    made.append({"name": "adam-short", "kind": "train", "config": own("adam-short", ADAM_SHORT)})
-    for name, (before, after) in RESHARDED.items():
-        cut = own(f"{name}-cut", ADAM_SHORT)
-        first = cut | {"optim.sharded": before, "max_steps": 5}
-        made.append({"name": f"{name}-first", "kind": "train", "config": first})
-        rest = cut | {"optim.sharded": after}
-        made.append({"name": f"{name}-rest", "kind": "train", "config": rest, "resume": "last"})
-    name, config = "own-optimizer", SHORT | {"optim.name": OWN_OPTIMIZERS[framework], "optim.lr": 0.5}
-    made.append({"name": name, "kind": "train", "config": own(name, config)})
-    cut = own(f"{name}-cut", config)
-    made.append({"name": f"{name}-first", "kind": "train", "config": cut | {"max_steps": 5}})
-    made.append({"name": f"{name}-rest", "kind": "train", "config": cut, "resume": "last"})
-    config, cut = (own(name, SHORT | LATER_CUT) for name in ("later", "later-cut"))
-    made.append({"name": "later", "kind": "train", "config": config})
-    for steps in LATER_STEPS:
-        resume = None if steps == LATER_STEPS[0] else "last"
-        one = {"name": f"later-{steps}", "kind": "train", "config": cut | {"max_steps": steps}, "resume": resume}
-        made.append(one)
-    made.append({"name": "later-rest", "kind": "train", "config": cut, "resume": "last"})
-    made.append({"name": "dropout", "kind": "train", "config": own("dropout", DROPOUT)})
-    cut = own("dropout-cut", DROPOUT)
-    made.append({"name": "dropout-first", "kind": "train", "config": cut | {"max_steps": 5}})
-    made.append({"name": "dropout-rest", "kind": "train", "config": cut, "resume": "last"})
-    made.append({"name": "masks", "kind": "masks", "config": own("masks", DROPOUT | {"optim": {"lr": 1e-12}})})
-    made += [{"name": name, "kind": "shards", **one} for name, one in shards(framework, size, everything).items()]
+    add("evaluation-areas", keys, "evaluation")
+    add("adasum-verb", SHORT | {"exchange.op": "adasum"}, "adasum")
+    made += shards(framework, size)[: 1 + (framework == "tensorflow")]
     for traced in (False, True)[: 1 + (framework == "tensorflow")]:
-        name = "two-phase-traced" if traced else "two-phase"
-        made.append({"name": name, "kind": "two_phase", "traced": traced})
-    made += [{"name": "verbs", "kind": "verbs"}, {"name": "same_facts", "kind": "same_facts"}]
-    if size > 1:
-        made += [
-            {"name": "average", "kind": "average", "config": own("average", MLP)},
-            {"name": "one_fails", "kind": "one_fails"},
-        ]
-        differences = {
-            "model": {"model.hidden": [25]},
-            "seed": {"seed": 7},
-            "data": {"data.image_size": 9},
-            "unbuildable": {"model.name": "nothing"},
-        }
-        made += [
-            {"name": f"disagree-{n}", "kind": "disagree", "config": own("disagree", MLP), "differs": d}
-            for n, d in differences.items()
-        ]
-    whole = everything or size < 3
-    return [one for one in made if whole or one["name"] in EVERY_SIZE]
+        add("two-phase-traced" if traced else "two-phase", kind="two_phase", traced=traced)
+    add("verbs", kind="verbs")
+    differences = {
+        "model": {"model.hidden": [25]},
+        "seed": {"seed": 7},
+        "data": {"data.image_size": 9},
+        "unbuildable": {"model.name": "nothing"},
+    }
+    for name, differs in differences.items():
+        add(f"disagree-{name}", MLP, "disagree", differs=differs)
+    return [one for one in made if size < 3 or one["name"] in EVERY_SIZE]

@@ -27,16 +27,14 @@ class Results:
 
 
 @pytest.fixture(scope="session")
-def worlds(tmp_path_factory, request):
+def worlds(tmp_path_factory):
     done: dict[tuple, Results] = {}
 
     def get(framework: str, launcher: str, size: int) -> Results:
         key = (framework, launcher if size > 1 else "", size)
         if key not in done:
             folder = tmp_path_factory.mktemp("-".join(map(str, key)))
-            (folder / "cases.json").write_text(
-                json.dumps(cases(framework, size, folder, request.config.getoption("--long")))
-            )
+            (folder / "cases.json").write_text(json.dumps(cases(framework, size, folder)))
             run = launch(size, launcher, ["-m", "tests.ranks.worker", framework, str(folder)])
             assert run.returncode == 0, f"{run.args}\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
             done[key] = Results(folder, size)

@@ -31,19 +31,6 @@ LAUNCHERS = {
     "horovodrun --mpi": ([str(BIN / "horovodrun"), "-np", "2", "--mpi"], []),
     "horovodrun --gloo": ([str(BIN / "horovodrun"), "-np", "2", "--gloo"], []),
 }
-SAME_AS = {"-np": "mpirun", "-np horovodrun": "horovodrun --gloo", "horovodrun": "mpirun", "horovodrun --mpi": "mpirun"}
-
-
-def grid(others: list, launchers: list[str], is_long) -> list:
-    """All pairs (launcher, other); ``is_long`` says which repeat what the launcher beneath or above shows."""
-    made = []
-    for launcher in launchers:
-        alike = f"{launcher} starts {SAME_AS[launcher]}" if launcher in SAME_AS else f"-np starts {launcher}"
-        mark = pytest.mark.long(f"{alike}: one of the two runs this in every run, in one framework at least")
-        for other in others:
-            made.append(pytest.param(launcher, other, marks=mark if is_long(launcher, other) else ()))
-    return made
-
 
 SHARED: set[str] = set()  # files in memory of ranks that a test looked for, mostly to kill them
 
@@ -136,8 +123,6 @@ class Job:
 
 
 EPOCHS = 25  # of 29 steps
-# Nothing of a run of so many epochs ends before rank 1 was killed, however late that is.
-HELD = "step:1:600:stop"
 LONG = ["optim.lr=0.01", f"max_epochs={EPOCHS}", "checkpoint.save_top_k=0"]
 OFTEN = "checkpoint.every_n_steps=10"
 

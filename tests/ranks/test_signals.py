@@ -90,9 +90,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_identical(tmp_path, expected, la
         ("tensorflow", "rank", 2.0),
         *(
             pytest.param(framework, who, seconds, marks=pytest.mark.long("other moments before the first step"))
-            for framework in ("pytorch", "tensorflow")
-            for who in ("job", "rank")
-            for seconds in (0.5, 1.0, 1.5, 3.0)
+            for framework, who, seconds in (("pytorch", "rank", 1.0), ("tensorflow", "job", 3.0))
         ),
     ],
 )

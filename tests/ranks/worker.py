@@ -22,14 +22,11 @@ import numpy as np
 from hvd_train.checkpoint.serialize import broadcast
 from hvd_train.compression import make
 from hvd_train.config import load_config
-from hvd_train.core.agreement import agree, collectively
 from hvd_train.core.evaluation import evaluate
 from hvd_train.core.hooks import Hook
 from hvd_train.core.reductions import differing, mean
-from hvd_train.core.step import forward_seed
 from hvd_train.data.catalog import open_data
-from hvd_train.data.loader import Loader
-from hvd_train.errors import DataError, TrainError
+from hvd_train.errors import TrainError
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.frontends import horovod
 from hvd_train.frontends.serial import Serial
@@ -185,7 +182,7 @@ def shards(case, module, communicator, folder):
 def two_phase(case, module, communicator, folder):
     """Compressors of two phases over this link against ranks that are threads, bit for bit; returns what was wrong."""
     wrong, size, rank = [], communicator.size, communicator.rank
-    for name, kind, length in itertools.product(("bf16", "int8", "int4"), ("float32", "float64"), (1, 7, 1001, 4096)):
+    for name, kind, length in itertools.product(("bf16", "int8", "int4"), ("float32", "float64"), (1, 1001, 4096)):
         expected = run_ranks(size, lambda c: exchanged(c, NumpyOps(), name, kind, length))[rank]  # noqa: B023
         found = exchanged(communicator, module.cpu_ops(), name, kind, length, case["traced"])
         # TensorFlow adds three terms and more of a graph in an order of its own, on the rank that adds them up for all.
@@ -241,80 +238,15 @@ def disagree(case, module, communicator, folder):
     return {"type": None}
 
 
-def one_fails(case, module, communicator, folder):
-    def work():
-        if communicator.rank == 1:
-            raise DataError("the file is gone", where="x.npz")
-
-    try:
-        collectively(communicator, work)
-    except TrainError as error:
-        return {"type": type(error).__name__, "text": str(error), "ranks": error.ranks}
-    return {"type": None}
-
-
-def same_facts(case, module, communicator, folder):
-    agree(communicator, {"a": "1"})
-    return {}
-
-
 def evaluation(case, module, communicator, folder):
     job = connected(case, module, communicator)
-    result = evaluate(job.frontend, job.loader("train").evaluation())
-    if case.get("outputs"):
-        batches = [*job.loader("train").evaluation()]
-        outputs = [
-            job.frontend.predict(job.frontend.to_device(one))[: one.count].ravel() for one in batches if one.count
-        ]
-        labels = [one.labels["label"][: one.count] for one in batches if one.count]
-        result |= {"outputs": np.concatenate(outputs).tolist(), "labels": np.concatenate(labels).tolist()}
-    return result
+    result, batches = evaluate(job.frontend, job.loader("train").evaluation()), [*job.loader("train").evaluation()]
+    outputs = [job.frontend.predict(job.frontend.to_device(one))[: one.count].ravel() for one in batches if one.count]
+    labels = [one.labels["label"][: one.count] for one in batches if one.count]
+    return result | {"outputs": np.concatenate(outputs).tolist(), "labels": np.concatenate(labels).tolist()}
 
 
-def average(case, module, communicator, folder):
-    """Weights that differ by rank become their mean, the named ones only."""
-    job = connected(case, module, communicator)
-    before = job.frontend.state()
-    shifted = {k: v + communicator.rank for k, v in before.items() if k.startswith("weights/")}
-    job.frontend.load(shifted)
-    name = job.frontend.specs()[0].name
-    job.frontend.average([name])
-    after = job.frontend.state()
-    mean = (communicator.size - 1) / 2
-    named = np.abs(after[f"weights/{name}"] - before[f"weights/{name}"] - mean).max()
-    others = max(np.abs(after[k] - shifted[k]).max() for k in shifted if k != f"weights/{name}")
-    return {"named": float(named), "others": float(others)}
-
-
-def masks(case, module, communicator, folder):
-    """Losses of one batch, the same on all ranks, under seeds of this rank and of rank 0."""
-    job = connected(case, module, communicator)
-    (batch,) = next(Loader(job.data.train, global_batch=8).epoch(0)).micro_batches
-    placed, found = job.frontend.to_device(batch), []
-    for rank in (communicator.rank, communicator.rank, 0):
-        sums = job.frontend.train_step(placed, 1.0, forward_seed(0, 3, 0, rank), 0.0)
-        found.append(float(job.frontend.ops.to_numpy(sums)[0]))
-    return {"losses": found}
-
-
-KINDS = {
-    f.__name__: f
-    for f in (
-        masks,
-        train,
-        overflow,
-        calls,
-        adasum,
-        verbs,
-        shards,
-        two_phase,
-        disagree,
-        one_fails,
-        same_facts,
-        evaluation,
-        average,
-    )
-}
+KINDS = {f.__name__: f for f in (train, overflow, calls, adasum, verbs, shards, two_phase, disagree, evaluation)}
 
 
 def main() -> int:

@@ -91,34 +91,7 @@ def test_nothing_dropped_gives_the_sum(size, packing, name):
     for _, out, _ in results:
         for i in range(len(SPECS)):
             np.testing.assert_allclose(sum(tree[i] for tree in out), expected[i], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", list(COMPRESSORS))
-def test_ranks_get_the_same_bits(size, name):
-    results = run_ranks(size, lambda c: exchanged(c, COMPRESSORS[name](), PACKINGS[1]))
-    for _, out, _ in results:
-        for mine, first in zip(out, results[0][1], strict=True):
-            assert all((mine[i] == first[i]).all() for i in mine)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_law_inputs_are_decoded_or_residual(size, packing):
-    """Sum of all ranks' inputs = sum of what was decoded + residuals that are left."""
-    results = run_ranks(size, lambda c: exchanged(c, Threshold(0.7), packing, steps=9))
-    inputs = np.concatenate([sum(r[0][i] for r in results).ravel() for i in range(len(SPECS))])
-    decoded = np.concatenate([sum(t[i] for t in results[0][1]).ravel() for i in range(len(SPECS))])
-    order = plan(SPECS, packing)
-    places = np.cumsum([0] + [s.size for s in SPECS])
-    residual = np.zeros_like(inputs)
-    for _, _, states in results:
-        for members, (rest,) in zip(order, states, strict=True):
-            ends = np.cumsum([SPECS[i].size for i in members])
-            for i, part in zip(members, np.split(rest, ends[:-1]), strict=True):
-                residual[places[i] : places[i + 1]] += part
-    assert np.abs(residual).max() > 0.1
-    np.testing.assert_allclose(inputs, decoded + residual, atol=1e-12)
+            assert all((mine[i] == first[i]).all() for mine, first in zip(out, results[0][1], strict=True))
 
 
 @pytest.mark.parametrize("name", list(COMPRESSORS))

@@ -26,7 +26,7 @@ def lamb(w, g, m, v, *given):
 
 
 def options(name, **keys):
-    return OptimConfig(name=name, eps=1e-12, **keys)
+    return OptimConfig(name=name, **{"eps": 1e-12} | keys)
 
 
 def test_a_lars_step_is_a_share_of_the_weights_norm():
@@ -44,6 +44,15 @@ def test_a_lamb_step_is_as_long_as_the_weight():
         assert np.linalg.norm(step) == pytest.approx(0.2 * 5)
         np.testing.assert_allclose(m, 0.1 * scale * G)
         np.testing.assert_allclose(v, 0.001 * (scale * G) ** 2)
+
+
+def test_eps_keeps_a_quotient_finite():
+    """In the ratio of LARS, and beside the root of LAMB's bias-corrected mean of squares."""
+    o = options("lars", trust_coefficient=0.01, weight_decay=0.1, eps=0.5)
+    np.testing.assert_allclose(lars(W, G, ZERO, 2.0, o, OPS)[0], 2.0 * 0.01 * 5 / (1 + 0.1 * 5 + 0.5) * (G + 0.1 * W))
+    step, *_ = lamb(W, G, ZERO, ZERO, ONE, 0.2, options("lamb", eps=0.5), OPS)
+    u = G / (abs(G) + 0.5)
+    np.testing.assert_allclose(step, 0.2 * 5 * u / np.linalg.norm(u))
 
 
 @pytest.mark.parametrize(("w", "g"), [(ZERO, G), (W, ZERO), (ZERO, ZERO)])

@@ -7,7 +7,7 @@ import pytest
 
 from hvd_train.checkpoint import store
 from hvd_train.compression import make
-from hvd_train.config import ExchangeConfig, load_config
+from hvd_train.config import ExchangeConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Placement
@@ -233,19 +233,3 @@ def test_a_step_in_between_reads_no_weight(monkeypatch):
     assert reads == []
     walk(update, frontend, 1, lambda w, _: w, first=3)
     assert reads == list(range(len(update.buckets)))
-
-
-# ---- bad input
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        (["exchange.mode=outer", "exchange.outer_steps=0"], "exchange.outer_steps"),
-        (["exchange.mode=outer", "exchange.outer_momentum=1"], "exchange.outer_momentum"),
-    ],
-)
-def test_what_cannot_be_is_refused(keys, words):
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, ["model.name=mlp", "data.name=digits", *keys])
-    assert words in str(caught.value)

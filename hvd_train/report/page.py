@@ -240,9 +240,10 @@ def _table(caption: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -
     for first, *rest in rows:
         cells = "".join(f"<td{kind}>{_text(x)}</td>" for kind, x in zip(kinds[1:], rest, strict=True))
         body.append(f"<tr><th scope='row'>{_text(first)}</th>{cells}</tr>")
+    head = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
     named = f"<caption>{_text(caption)}</caption>" if caption else ""
     lines = "\n".join(body)
-    table = f"<table>{named}<thead><tr>{head}</tr></thead>\n<tbody>{lines}</tbody></table>"
+    table = f"<table>{named}{head}\n<tbody>{lines}</tbody></table>"
     return f"<div class='wide' tabindex='0'>{table}</div>"  # the focus lets a keyboard scroll a wide one
 
 

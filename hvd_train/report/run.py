@@ -11,7 +11,7 @@ from hvd_train.checkpoint import manifest, store
 from hvd_train.config import leaves
 from hvd_train.errors import CheckpointError, ConfigError, amount
 from hvd_train.report.watch import WatchedRun
-from hvd_train.run_folder import layout, metrics_file, safe_reading
+from hvd_train.run_folder import layout, metrics_file, safe_reading, step_times
 
 VERIFY = "verify.json"  # which 'hvd-train verify --report RUN/verify.json' writes
 
@@ -95,7 +95,7 @@ class ReportedRun:
                     yield str(one["title"]), header[: len(rows[0])], rows
 
     def incidents(self) -> Iterator[str]:
-        """Yield a sentence for each thing that went wrong."""
+        """Yield a sentence for each thing that went wrong, and for starts after the first."""
         slow: dict[int, list[float]] = {}
         for row in self.rows:
             if row["event"] == "straggler" and safe_reading.number(row.get("share")) and type(row.get("rank")) is int:
@@ -111,6 +111,10 @@ class ReportedRun:
         if none:
             epochs = f"{'epoch' if len(none) == 1 else 'epochs'} {_listed(none)}"
             yield f"The validation loss had no finite value in {epochs}."
+        again = [row["step"] for row in step_times.read(self.run_dir) if row["event"] == "start"][1:]
+        if again:
+            at = f"{'step' if len(again) == 1 else 'steps'} {_listed(again)}"
+            yield f"The training was started {len(again) + 1} times: again from {at}."
         requeued = _object(self.run_dir / layout.REQUEUED)
         if requeued:
             yield f"The job was requeued, the last time at step {requeued.get('step')}."

@@ -93,6 +93,8 @@ def test_a_page_of_several_runs(tmp_path):
     summary = SUMMARY | {"time": {"allocation": 99.0, "effective": 0.83}}
     one = write(tmp_path / "one", [*rows(), *more], summary=summary, environment=ENVIRONMENT, verify=verified)
     two = write(tmp_path / "two", rows(4, 2.0), CONFIG % 0.2)
+    starts = [{"event": "start", "time": 5.0, "began": 4.0, "step": step} for step in (0, 20, 30)]
+    (two / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
     (two / "failures").mkdir()
     (two / "failures" / "20260101-rank1.txt").write_text("x")
     found, text = made(tmp_path, one, two)
@@ -112,6 +114,7 @@ def test_a_page_of_several_runs(tmp_path):
     for words in (
         "one: Rank 1 was slow in 2 lines of the log: the others waited for it 30% of each step.",
         "one: 2 steps were skipped: a gradient was not finite.",
+        "two: The training was started 3 times: again from steps 20, 30.",
         "two: A rank failed: failures/20260101-rank1.txt.",
         "one: mlp, 20 steps: all comparisons are equal.",
     ):

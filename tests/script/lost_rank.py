@@ -1,6 +1,6 @@
 """A script that catches whatever comes, while the other rank ends or does something else.
 
-lost_rank.py API KIND: API is torch, or Keras' backend as "tensorflow" or "keras torch".
+python -m tests.script.lost_rank API KIND: API is torch, or Keras' backend as "tensorflow" or "keras torch".
 """
 
 import os

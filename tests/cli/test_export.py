@@ -19,7 +19,7 @@ from hvd_train.config import Config, load_config
 from hvd_train.data.catalog import open_data
 from hvd_train.jobs import export
 from hvd_train.protocol import Field, Sample
-from tests.cli.running import ROOT, SECONDS, run
+from tests.cli.running import ROOT, SECONDS, commands, run
 
 DIGITS, LARGE = "data={name: digits}", "data={name: digits, image_size: 28}"
 OWN = "tests.own_models"
@@ -38,22 +38,6 @@ FORMATS |= {"thin": ["pytorch", "keras"], "own-pytorch": ["pytorch", "onnx"], "o
 for one in ("cnn", "gpt", "resnet", "own-pytorch"):
     FORMATS[one].append("torch-export")
 CASES = [(run, to) for run, formats in FORMATS.items() for to in formats if to != "safetensors"]
-
-# One process runs many command lines, so that each framework is loaded once. stdin: lists of arguments.
-COMMANDS = """
-import torch  # before TensorFlow, as elsewhere
-import contextlib, io, json, sys
-from hvd_train.cli.main import cli
-told = []
-for line in json.load(sys.stdin):
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        try:
-            cli.main(line, standalone_mode=False)
-        except SystemExit as end:
-            assert not end.code, line
-    told.append(text.getvalue())
-json.dump(told, sys.stdout)
-"""
 
 # The user's side: the printed line opens the file. stdin: [how, line, inputs, outputs] of each file.
 OPEN = """
@@ -84,15 +68,6 @@ assert not [name for name in sys.modules if name.split(".")[0] == "hvd_train"]
 """
 
 
-def together(code: str, lines: list) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(lines), cwd=ROOT, capture_output=True, text=True,
-        timeout=SECONDS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 def settings(name: str, folder: Path) -> list[str]:
     sets = [*RUNS[name], "max_steps=3", "global_batch_size=16", "optim={lr: 0.1, momentum: 0.9}", "tensorboard=false"]
     if name == "gpt":
@@ -115,7 +90,9 @@ def made(tmp_path_factory):
             where = ["--run-dir", str(folder / name), "--set", "data.path=nowhere"]
             lines.append(["export", *where, "--to", to])
             keys.append((name, to))
-    told = dict(zip(keys, json.loads(together(COMMANDS, lines)), strict=True))
+    done = commands(*lines)
+    assert not [one for one in done if one.code], done
+    told = {key: one.out for key, one in zip(keys, done, strict=True)}
     _open_all(folder, told)
     return SimpleNamespace(folder=folder, told=told)
 
@@ -135,7 +112,9 @@ def _open_all(folder: Path, told: dict) -> None:
         job = [to, load.removeprefix("to load it: "), *map(str, files)]
         jobs["keras" if to == "keras" else "torch and ONNX"].append(job)
     for rows in jobs.values():
-        together(OPEN, rows)
+        words = {"input": json.dumps(rows), "cwd": ROOT, "capture_output": True, "text": True, "timeout": SECONDS}
+        done = subprocess.run([sys.executable, "-c", OPEN], check=False, **words)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(("name", "to"), CASES)
@@ -211,11 +190,12 @@ def test_another_place_and_another_checkpoint(made, tmp_path):
     """best, and a path."""
     shutil.copytree(made.folder / "mlp", tmp_path / "run")
     step = tmp_path / "run" / "checkpoints" / "step-00000003"
-    for which in ("best", str(step)):
-        where = ["--run-dir", "run", "--checkpoint", which, "-o", "deep/weights", "--overwrite"]
-        run("export", *where, "--to", "safetensors", cwd=tmp_path)
-        assert [p.name for p in (tmp_path / "deep").iterdir()] == ["weights"], "no partial file is left"
-        found = load_file(tmp_path / "deep" / "weights")
+    where = ["export", "--run-dir", "run", "--to", "safetensors", "-o"]
+    best, path = [*where, "deep/best", "--checkpoint", "best"], [*where, "deep/weights", "--checkpoint", step]
+    assert not [done for done in commands(best, path, [*path, "--overwrite"], cwd=tmp_path) if done.code]
+    assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["best", "weights"], "no partial file is left"
+    for name in ("best", "weights"):
+        found = load_file(tmp_path / "deep" / name)
         assert found.keys() == load_file(made.folder / "mlp" / "model.safetensors").keys()
     with safe_open(tmp_path / "deep" / "weights", "np") as file:
         assert file.metadata()["sample"].startswith("(8, 8, 1) ")
@@ -224,27 +204,40 @@ def test_another_place_and_another_checkpoint(made, tmp_path):
 # ---- mistakes: one line, and nothing is written
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "code", "words"),
-    [
-        ("mlp", ["--to", "tflite"], 2, "'tflite' is not one of 'pytorch', 'keras', 'torch-export', 'onnx'"),
-        ("mlp", [], 2, "Missing option '--to'"),
-        ("mlp", ["--to", "safetensors"], 2, "the file exists already; {run}/model.safetensors; give --overwrite, or"),
-        ("mlp", ["--to", "keras", "-o", "model.h5"], 2, "Keras loads only files that end in .keras; -o model.h5"),
-        ("mlp", ["--to", "safetensors", "-o", "/proc/x/y"], 2, "cannot be written: No such file or directory; /proc/x"),
-        ("mlp", ["--to", "safetensors", "-o", "."], 2, "is a directory"),
-        ("mlp", ["--to", "safetensors", "-o", "w", "--checkpoint", "step-9"], 4, "there is no checkpoint; step-9"),
-        ("own-pytorch", ["--to", "keras"], 2, "a pytorch model of your own cannot become a keras one; model.name: "),
-        ("own-pytorch", ["--to", "keras"], 2, "take --to pytorch, torch-export, onnx or safetensors"),
-        ("own-keras", ["--to", "pytorch"], 2, "take --to keras, onnx or safetensors"),
-        ("own-keras", ["--to", "torch-export"], 2, "cannot become a torch-export one"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
-)
-def test_mistakes(made, tmp_path, name, arguments, code, words):
-    done = run("export", "--run-dir", str(made.folder / name), *arguments, cwd=tmp_path, code=code)
-    assert done.stdout == "" and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert words.format(run=made.folder / name) in done.stderr
+MISTAKES = [
+    ("mlp", ["--to", "tflite"], 2, "'tflite' is not one of 'pytorch', 'keras', 'torch-export', 'onnx'"),
+    ("mlp", [], 2, "Missing option '--to'"),
+    ("mlp", ["--to", "safetensors"], 2, "the file exists already; {run}/model.safetensors; give --overwrite, or"),
+    ("mlp", ["--to", "keras", "-o", "model.h5"], 2, "Keras loads only files that end in .keras; -o model.h5"),
+    ("mlp", ["--to", "safetensors", "-o", "/proc/x/y"], 2, "cannot be written: No such file or directory; /proc/x"),
+    ("mlp", ["--to", "safetensors", "-o", "."], 2, "is a directory"),
+    ("mlp", ["--to", "safetensors", "-o", "w", "--checkpoint", "step-9"], 4, "there is no checkpoint; step-9"),
+    ("own-pytorch", ["--to", "keras"], 2, "a pytorch model of your own cannot become a keras one; model.name: "),
+    ("own-pytorch", ["--to", "keras"], 2, "take --to pytorch, torch-export, onnx or safetensors"),
+    ("own-keras", ["--to", "pytorch"], 2, "take --to keras, onnx or safetensors"),
+    ("own-keras", ["--to", "torch-export"], 2, "cannot become a torch-export one"),
+]
+
+
+def test_mistakes(made, tmp_path):
+    lines = [["export", "--run-dir", made.folder / name, *arguments] for name, arguments, _, _ in MISTAKES]
+    another = [
+        "export",
+        "--run-dir",
+        made.folder / "mlp",
+        "--to",
+        "pytorch",
+        "-o",
+        "m.pt",
+        "--set",
+        "model.hidden=[16]",
+    ]
+    *told, shapes = commands(*lines, another, cwd=tmp_path)
+    for (name, arguments, code, words), done in zip(MISTAKES, told, strict=True):
+        assert (done.code, done.out, done.err.count("\n")) == (code, "", 1), (name, arguments, done)
+        assert done.err.startswith("error: ") and words.format(run=made.folder / name) in done.err, (arguments, done)
+    assert shapes.code == 4, "hidden is not what was trained"
+    assert "fc1.kernel: (64, 24) in the checkpoint, (64, 16) in the model" in shapes.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -252,14 +245,6 @@ def test_a_world_of_ranks_is_refused(made):
     line = ["export", "--run-dir", str(made.folder / "mlp"), "--to", "safetensors", "-o", "w"]
     done = run(*line, code=2, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
     assert "export runs in one process" in done.stderr and "start it without a launcher" in done.stderr
-
-
-def test_a_checkpoint_of_another_model(made, tmp_path):
-    """A table of what differs; ``hidden`` is not what was trained."""
-    line = ["export", "--run-dir", str(made.folder / "mlp"), "--to", "pytorch", "-o", str(tmp_path / "model.pt")]
-    done = run(*line, "--set", "model.hidden=[16]", code=4)
-    assert "fc1.kernel: (64, 24) in the checkpoint, (64, 16) in the model" in done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_onnx_without_its_packages(made, tmp_path):
@@ -275,8 +260,7 @@ def test_onnx_without_its_packages(made, tmp_path):
 def test_a_model_that_onnx_cannot_hold(tmp_path):
     """Its branches depend on the samples."""
     where = ["--run-dir", str(tmp_path), "--set", f"model={{name: '{OWN}:changing'}}", "--set", "max_steps=1"]
-    run("fit", *where)
-    line = ["export", *where, "--to", "onnx", "-c", str(tmp_path / "config.yaml")]
-    done = run(*line, code=2)
-    assert done.stderr.startswith("error: the model cannot be written as ONNX: ") and done.stderr.count("\n") == 1
+    fit, done = commands(["fit", *where], ["export", *where, "--to", "onnx", "-c", tmp_path / "config.yaml"])
+    assert (fit.code, done.code, done.err.count("\n")) == (0, 2, 1), (fit, done)
+    assert done.err.startswith("error: the model cannot be written as ONNX: ")
     assert not (tmp_path / "model.onnx").exists()

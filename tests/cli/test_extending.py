@@ -170,11 +170,8 @@ def run(copy, *words, **variables):
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    "code", [A_METRIC, A_COMPRESSOR, AN_UPDATE, A_MODE_OF_SCRIPTS], ids=["metric", "compressor", "update", "scripts"]
-)
-def test_the_examples_are_what_they_say(copy, code):
-    run(copy, "-c", code)
+def test_the_examples_are_what_they_say(copy):
+    run(copy, "-c", "\n".join((A_METRIC, A_COMPRESSOR, AN_UPDATE, A_MODE_OF_SCRIPTS)))
 
 
 def test_the_optimizer_is_the_same_in_both_frameworks(copy):

@@ -9,7 +9,7 @@ from hvd_train.config import OptimConfig, load_config
 from hvd_train.jobs.find_lr import Rates, _of_groups, _try, smooth, suggestion
 from hvd_train.jobs.job import opened_job
 from hvd_train.jobs.rates import draw_rates
-from tests.cli.running import run
+from tests.cli.running import commands, run
 
 TINY = ("--set", "data.name=digits", "--set", "model.name=mlp", "--set", "model.hidden=[16]")
 
@@ -71,10 +71,9 @@ def test_the_rates_of_groups_go_with_the_suggestion():
     assert _of_groups(OptimConfig(), 0.2) == []
 
 
-@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
-def test_two_ranks_suggest_what_one_does_and_write_the_picture_alone(tmp_path, framework):
+def test_two_ranks_suggest_what_one_does_and_write_the_picture_alone(tmp_path):
     """The global batch is given, so the losses are those of one rank, to rounding."""
-    words = ("find-lr", *TINY, "--set", f"framework={framework}", "--set", "global_batch_size=64", "--steps", "80")
+    words = ("find-lr", *TINY, "--set", "framework=tensorflow", "--set", "global_batch_size=64", "--steps", "80")
     one = run(*words, "--set", "threads=1", cwd=tmp_path).stdout
     two = run(*words, "--set", "threads=1", "-np", "2", "-o", "lr.png", cwd=tmp_path).stdout
     assert two.splitlines() == [*one.splitlines(), "picture: lr.png"]
@@ -83,18 +82,18 @@ def test_two_ranks_suggest_what_one_does_and_write_the_picture_alone(tmp_path, f
     assert [path.name for path in tmp_path.iterdir()] == ["lr.png"]
 
 
-def test_mistakes_of_a_range(tmp_path):
-    done = run("find-lr", *TINY, "--from", "1", "--to", "0.1", code=2, cwd=tmp_path)
-    assert done.stderr == "error: --from 1 is not below --to 0.1; give a range that grows\n"
-    done = run("find-lr", *TINY, "--from", "1e30", "--to", "1e35", "--steps", "10", code=0, cwd=tmp_path)
-    assert "no suggestion" in done.stdout
-
-
-def test_the_rates_of_a_training_are_drawn(tmp_path):
+def test_mistakes_of_a_range_and_the_rates_of_a_training(tmp_path):
     job = ("--set", "optim.schedule=one_cycle", "--set", "optim.lr=0.1", "--set", "max_epochs=4")
-    out = run("config", *TINY, *job, "--plot", "lr", "-np", "2", cwd=tmp_path).stdout.splitlines()
-    assert out[0] == "92 steps of 64 samples, 23 an epoch: learning rate 0.004 at first, 0.1 at most, 4e-07 at last"
-    assert out[1:] == ["picture: lr.png"] and (tmp_path / "lr.png").stat().st_size > 10_000
+    empty, high, drawn = commands(
+        ["find-lr", *TINY, "--from", "1", "--to", "0.1"],
+        ["find-lr", *TINY, "--from", "1e30", "--to", "1e35", "--steps", "10"],
+        ["config", *TINY, *job, "--plot", "lr", "-np", "2"],
+        cwd=tmp_path,
+    )
+    assert (empty.code, empty.err) == (2, "error: --from 1 is not below --to 0.1; give a range that grows\n")
+    assert high.code == 0 and "no suggestion" in high.out
+    told = "92 steps of 64 samples, 23 an epoch: learning rate 0.004 at first, 0.1 at most, 4e-07 at last"
+    assert drawn.out == f"{told}\npicture: lr.png\n" and (tmp_path / "lr.png").stat().st_size > 10_000
 
 
 def test_stages_share_the_samples_of_a_replica(tmp_path):

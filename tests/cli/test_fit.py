@@ -10,12 +10,12 @@ import yaml
 
 from hvd_train.config import load_config
 from hvd_train.core.shares import SHOWN
-from tests.cli.running import run
+from tests.cli.running import ROOT, commands, run
 
 
 def test_a_dry_run_of_one_rank_is_its_configuration(tmp_path):
-    flags = ["--set", "optim.lr=0.3", "--run-dir", "x"]
-    head, *text = run("fit", *flags, "--dry-run", cwd=tmp_path).stdout.splitlines()
+    (done,) = commands(["fit", "--set", "optim.lr=0.3", "--run-dir", "x", "--dry-run"], cwd=tmp_path)
+    head, *text = done.out.splitlines()
     assert head == "# 1 rank, this process. It would train with this configuration:"
     assert load_config(base=yaml.safe_load("\n".join(text))) == load_config(None, ["optim.lr=0.3"], run_dir="x")
     world = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -38,17 +38,34 @@ def test_a_check_tries_all_and_writes_nothing(tmp_path, extra):
 
 
 def test_a_check_finds_what_a_training_would(trained, tmp_path):
-    """A run folder in use, a checkpoint to go on from, a model that does not take the data."""
-    line = ["fit", "--check", "-c", "scripts/configs/tiny.yaml", "--set", "precision=64", "--run-dir", str(trained[0])]
+    """A run folder in use, a checkpoint to go on from, a model that does not take the data, limits that leave samples
+    out. Nothing is written, nor by a fit that is refused."""
+    own = ["fit", "-c", ROOT / "scripts/configs/tiny.yaml", "--set", "precision=64", "--run-dir", trained[0]]
+    line, go_on = [*own, "--check"], ["--resume", "auto"]
+    limits = ["--set", "limit_train_batches=2", "--set", "limit_val_batches=1"]
     before = {path: path.stat().st_mtime_ns for path in trained[0].rglob("*")}
-    last = run(*line).stdout.splitlines()[-1]
+    used, resumed, changed, wrong, limited, refused = commands(
+        line,
+        [*line, *go_on],
+        [*line, *go_on, "--set", "model.hidden=[9]"],
+        ["fit", "--check", "--set", "model.name=cnn", "--set", "data.name=diabetes"],
+        ["fit", "--check", *limits],
+        own,
+        cwd=tmp_path,
+    )
+    last = used.out.splitlines()[-1]
     assert last.startswith("nothing was written; a start would be refused: the run folder holds a run already; "), last
-    assert "give --resume auto to go on" in last
-    assert ", model, checkpoint step-" in run(*line, "--resume", "auto").stdout
-    assert "model.hidden: " in run(*line, "--resume", "auto", "--set", "model.hidden=[9]", code=2).stderr
+    assert "give --resume auto to go on" in last and used.code == resumed.code == limited.code == 0
+    assert ", model, checkpoint step-" in resumed.out
+    assert changed.code == 2 and "model.hidden: " in changed.err
+    assert wrong.code == 3 and wrong.err.startswith("error: ") and wrong.err.count("\n") == 1
+    assert limited.out.splitlines()[1] == (
+        "1 rank, global batch 32, 2 of 45 steps per epoch, 64 of 1,438 samples (limit_train_batches); "
+        "an evaluation takes 32 of 359 samples (limit_val_batches)"
+    )
+    assert refused.code == 2 and "the run folder holds a run already" in refused.err and "--overwrite" in refused.err
     assert {path: path.stat().st_mtime_ns for path in trained[0].rglob("*")} == before
-    told = run("fit", "--check", "--set", "model.name=cnn", "--set", "data.name=diabetes", cwd=tmp_path, code=3).stderr
-    assert told.startswith("error: ") and told.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_tells_what_it_does(trained):
@@ -72,15 +89,6 @@ def test_a_run_tells_what_it_does(trained):
     assert list(summary) == [*keys.split(), "val_accuracy", "samples_per_second", "weights_sha256", "time"]
 
 
-def test_what_limits_leave_out_is_told(tmp_path):
-    limits = ["--set", "limit_train_batches=2", "--set", "limit_val_batches=1"]
-    line = run("fit", "--check", *limits, cwd=tmp_path).stdout.splitlines()[1]
-    assert line == (
-        "1 rank, global batch 32, 2 of 45 steps per epoch, 64 of 1,438 samples (limit_train_batches); "
-        "an evaluation takes 32 of 359 samples (limit_val_batches)"
-    )
-
-
 def test_events_are_read_by_tensorboard(trained):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -91,14 +99,6 @@ def test_events_are_read_by_tensorboard(trained):
         *(f"time/{name}" for name in SHOWN),
     }  # fmt: skip
     assert [event.step for event in events.Scalars("loss/val")] == [29, 58]
-
-
-def test_a_used_run_folder_is_not_touched(trained):
-    folder, _ = trained
-    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
-    done = run("fit", "-c", "scripts/configs/tiny.yaml", "--run-dir", str(folder), code=2)
-    assert "the run folder holds a run already" in done.stderr and "--overwrite" in done.stderr
-    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
 
 
 MINE = """

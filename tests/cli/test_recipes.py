@@ -153,9 +153,9 @@ def typing(tmp_path_factory):
     return top, kept | {"PATH": f"{top / 'bin'}:{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
 
-ALWAYS = ("regression", "k-fold", "notebook", "gan", "from-keras")
+ALWAYS = ("k-fold", "from-keras")  # of the other pages the files alone run each time
 OTHERS = [name for name in guide.RECIPES if name not in ALWAYS]
-LONG = pytest.mark.long("of the pages that differ by their files alone")
+LONG = pytest.mark.long("their files run each time, and test_guide parses their commands")
 
 
 @pytest.mark.parametrize("name", [*ALWAYS, *(pytest.param(name, marks=LONG) for name in OTHERS)])
@@ -205,12 +205,11 @@ def test_cells_of_a_notebook_in_the_other_framework(folders):
 SCRIPTS = """
 import os, runpy, sys
 
-for folder, script in (("reinforcement-learning", "pole.py"), ("from-accelerate", "train.py")):
-    os.chdir(os.path.join(sys.argv[1], folder))
-    sys.argv[2:] = ["10" if script == "pole.py" else "1"]
-    words, sys.argv = sys.argv, [script, sys.argv[2]]
-    runpy.run_path(script, run_name="__main__")
-    sys.argv = words
+top = sys.argv[1]
+scripts = ["reinforcement-learning", "pole.py", "10"], ["from-accelerate", "train.py", "1"], ["gan", "gan.py", "1"]
+for folder, *sys.argv in scripts:
+    os.chdir(os.path.join(top, folder))
+    runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -219,6 +218,7 @@ def test_scripts_of_pytorch_in_one_world(folders):
     printed = as_typed(["mpirun", "-np", "2", "python", "scripts.py", str(folders)], folders)
     assert re.search(r"^step 10: the pole stands for \d+ of 200$", printed, re.MULTILINE)
     assert re.search(r"^epoch 1: accuracy 0\.\d+$", printed, re.MULTILINE)
+    assert re.search(REACHED["gan"][0], printed)
 
 
 def trainings():

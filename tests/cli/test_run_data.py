@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cli.running import run
-from tests.cli.test_run_folder import commands, fit
+from tests.cli.running import commands, run
+from tests.cli.test_run_folder import fit
 from tests.data.test_run_data import WORDS, X, table
 
 KIND = X.argmax(1)

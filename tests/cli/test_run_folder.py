@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import marshal
-import os
 import pickle
 import shutil
 import signal
@@ -21,33 +20,9 @@ import numpy as np
 import pytest
 
 from hvd_train.checkpoint.manifest import encode
-from tests.cli.running import ROOT, SECONDS
+from tests.cli.running import ROOT, SECONDS, commands
 
-# One process runs many command lines, so that PyTorch is loaded once. stdin: lists of arguments.
-COMMANDS = """
-import contextlib, io, json, os, sys
-from hvd_train.cli.main import main
-told = []
-for line in json.load(sys.stdin):
-    sys.argv, code = ["hvd-train", *line], 0
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code or 0
-    told.append([code, out.getvalue(), err.getvalue()])
-json.dump(told, sys.stdout)
-"""
 SETS = ["model={name: mlp, hidden: [8]}", "global_batch_size=16", "max_steps=6", "tensorboard=false", "precision=64"]
-
-
-def commands(*lines, cwd=ROOT):
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS], input=json.dumps([list(map(str, line)) for line in lines]), cwd=cwd,
-        env=os.environ | {"PYTHONPATH": f"{cwd}:{ROOT}"}, capture_output=True, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return [SimpleNamespace(code=c, out=o, err=e) for c, o, e in json.loads(done.stdout)]
 
 
 def fit(run_dir, *more, sets=()):
@@ -387,12 +362,9 @@ def test_predictions_on_a_full_disk(made, tmp_path):
         big = write_data(tmp_path / "big.npz", 9000)
         line = ["predict", "--run-dir", made.run, "--set", f"data.path={big}", "--split", "train", "-o", disk / "p.npy"]
         wide = "model={name: mlp, hidden: [1024]}"  # 266 KB
-        told, *trained = commands(
-            line, *(fit(disk / one, sets=[f"framework={one}", wide]) for one in ("pytorch", "tensorflow"))
-        )
-        for one in trained:
-            assert one.code == 4 and one.err.count("\n") == 1, one
-            assert "the disk has no room for a checkpoint: " in one.err and " bytes needed, " in one.err
+        told, trained = commands(line, fit(disk / "run", sets=[wide]))
+        assert trained.code == 4 and trained.err.count("\n") == 1, trained
+        assert "the disk has no room for a checkpoint: " in trained.err and " bytes needed, " in trained.err
         assert told.code == 2 and told.err.count("\n") == 1, told
         assert "the predictions cannot be written: No space left on device" in told.err
         assert [path for path in disk.rglob("*") if path.is_file()] == []
@@ -405,27 +377,22 @@ def test_predictions_on_a_full_disk(made, tmp_path):
 
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
 def test_outputs_that_are_no_logits(tmp_path, framework):
+    """After a sigmoid all outputs are above 0: the accuracy was the share of yes, whatever the model had learned."""
     kind = {"pytorch": "pytorch", "tensorflow": "keras"}[framework]
     names = [f"tests.own_models:{kind}_{end}" for end in ("softmax", "one_output", "dropout")]
     base = [f"framework={framework}", "steps_per_execution=1", "precision=32"]
     sets = [[*base, f"model={{name: '{name}'}}"] for name in names]
-    softmax, one, plain = commands(*(fit(tmp_path / str(k), sets=own) for k, own in enumerate(sets)))
+    lines = [fit(tmp_path / str(k), sets=own) for k, own in enumerate(sets)]
+    base = [f"framework={framework}", "task.loss=bce", "data.name=tests.own_models:odd_digits", "max_steps=2"]
+    models = [f"model={{name: 'tests.own_models:{kind}_sigmoid', last: {last}}}" for last in ("true", "false")]
+    lines += [fit(tmp_path / "bce", "--check", sets=[*base, model]) for model in models]
+    softmax, one, plain, sigmoid, logits = commands(*lines)
     assert softmax.code == plain.code == 0, softmax.err + plain.err
     assert softmax.err.count("warning: the model gives probabilities") == 1 and names[0] in softmax.err
     assert "warning" not in plain.err
     assert one.code == 2 and one.err.count("\n") == 1, one.err
     assert "logits of shape (16, 1) for labels of shape (16,) in 10 classes" in one.err
     assert not (tmp_path / "1").exists()
-
-
-@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
-def test_a_sigmoid_before_bce_is_told(tmp_path, framework):
-    """All outputs were above 0, so the accuracy was the share of yes, 0.5, whatever the model had learned."""
-    kind = {"pytorch": "pytorch", "tensorflow": "keras"}[framework]
-    base = [f"framework={framework}", "task.loss=bce", "data.name=tests.own_models:odd_digits", "max_steps=2"]
-    models = [f"model={{name: 'tests.own_models:{kind}_sigmoid', last: {last}}}" for last in ("true", "false")]
-    lines = [fit(tmp_path / str(k), "--check", sets=[*base, model]) for k, model in enumerate(models)]
-    sigmoid, logits = commands(*lines)
     assert sigmoid.code == logits.code == 0, sigmoid.err + logits.err
     assert sigmoid.err.count("the loss applies the sigmoid again") == 1, sigmoid.err
     assert "leave its last sigmoid out" in sigmoid.err and "warning" not in logits.err

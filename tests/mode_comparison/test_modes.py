@@ -13,7 +13,7 @@ from hvd_train.frontends.traffic import MeteredCommunicator, MeteredLinks, Traff
 from hvd_train.mode_comparison.results import header_and_rows, loss_after, notes, size
 from hvd_train.mode_comparison.turns import Limits, Result, trial
 from hvd_train.mode_comparison.ways import stages, standard, way, ways
-from tests.cli.running import run
+from tests.cli.running import commands, run
 
 TINY = ("--set", "data.name=digits", "--set", "model.name=mlp", "--set", "model.hidden=[128]", "--set", "threads=1")
 LONG = 900  # seconds: each way starts ranks of its own
@@ -67,15 +67,18 @@ def test_mistakes_in_names(names, ranks, told):
     assert str(error.value).startswith(told)
 
 
+MISTAKES = {
+    "": "the number of ranks is missing; -np; give -np 2",
+    "-np 4 -H a:1,b:1": "4 ranks on hosts with 2 slots; -H a:1,b:1; -np 2, or more slots",
+    "-np 2 --launcher srun": "this is not a Slurm allocation; --launcher srun; ",
+    "-np 2 --modes sharded+async --turns 1": "no way of training runs, the first for this: optim.sharded: ",
+}
+
+
 def test_mistakes_of_the_command(tmp_path):
-    assert "the number of ranks is missing; -np; give -np 2" in run("modes", code=2, cwd=tmp_path).stderr
-    done = run("modes", "-np", "4", "-H", "a:1,b:1", code=2, cwd=tmp_path)
-    assert done.stderr.startswith("error: 4 ranks on hosts with 2 slots; -H a:1,b:1; -np 2, or more slots")
-    done = run("modes", "-np", "2", "--launcher", "srun", code=2, cwd=tmp_path)
-    assert done.stderr.startswith("error: this is not a Slurm allocation; --launcher srun; ")
-    words = ("modes", "-np", "2", "--modes", "sharded+async", "--turns", "1")
-    done = run(*words, code=2, cwd=tmp_path)
-    assert "error: no way of training runs, the first for this: optim.sharded: " in done.stderr
+    told = commands(*(["modes", *words.split()] for words in MISTAKES), cwd=tmp_path)
+    for done, words in zip(told, MISTAKES.values(), strict=True):
+        assert done.code == 2 and f"error: {words}" in done.err, done
     assert not [*tmp_path.iterdir()]
 
 
@@ -187,7 +190,7 @@ def test_the_command(tmp_path):
 
 def test_the_command_in_tensorflow(tmp_path):
     """Bytes are counted in graphs. Over Gloo no rank can go without waiting."""
-    words = ("--modes", "synchronous,async", "--steps", "16", "--turns", "2", "--launcher", "horovodrun")
+    words = ("--modes", "synchronous,async", "--steps", "16", "--turns", "1", "--launcher", "horovodrun")
     words += ("--set", "framework=tensorflow")
     rows = cells(run("modes", "-np", "2", *TINY, *words, cwd=tmp_path, seconds=LONG).stdout)
     assert_measured(rows["synchronous"], size(4 * WEIGHTS))

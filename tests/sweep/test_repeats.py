@@ -17,7 +17,7 @@ from hvd_train.sweep.repeats import best_group, groups, repeats, shown
 from hvd_train.sweep.results import finish
 from hvd_train.sweep.rungs import ladder
 from hvd_train.sweep.trials import plan
-from tests.cli.running import run
+from tests.cli.running import commands, run
 
 TINY = ("--set", "data.name=digits", "--set", "model.name=mlp", "--set", "model.hidden=[8]", "--set", "max_epochs=1")
 
@@ -131,26 +131,25 @@ def test_both_together(tmp_path):
     assert len(set(values)) == 12 and len(groups(sweep)) == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--folds", "3", "--halving", "2", "--param", "optim.lr=1,2,3,4"], "leave out --folds"),
-        (["--seeds", "3", "--param", "seed=1,2"], "the key is varied twice; --param seed"),
-        (["--folds", "1"], "1 is not in the range x>=2"),
-        (["--set", "data.fold=[3, 3]", "--seeds", "2"], "data.fold: [k, n] with k below n"),
-    ],
-)
-def test_mistakes(tmp_path, words, line):
-    done = run("sweep", *TINY, *words, "--run-dir", "sweep", cwd=tmp_path, code=2)
-    assert line in done.stderr and done.stderr.count("\n") == 1 and not (tmp_path / "sweep").exists()
+MISTAKES = [
+    (["--folds", "3", "--halving", "2", "--param", "optim.lr=1,2,3,4"], "leave out --folds"),
+    (["--seeds", "3", "--param", "seed=1,2"], "the key is varied twice; --param seed"),
+    (["--folds", "1"], "1 is not in the range x>=2"),
+    (["--set", "data.fold=[3, 3]", "--seeds", "2"], "data.fold: [k, n] with k below n"),
+]
 
 
-def test_data_with_a_validation_part_are_refused(tmp_path):
+def test_mistakes(tmp_path):
     x, y = np.zeros((6, 2), np.float32), np.array([0, 1] * 3)
     np.savez(tmp_path / "data.npz", train_x=x, train_y=y, val_x=x, val_y=y)
-    words = ("--set", "data.name=npz", "--set", "data.path=data.npz", "--set", "model.name=mlp")
-    done = run("fit", *words, "--set", "data.fold=[0, 2]", cwd=tmp_path, code=3)
-    assert "the data have a validation part of their own; data.fold; leave it out" in done.stderr
+    whole = ["fit", "--set", "data={name: npz, path: data.npz, fold: [0, 2]}", "--set", "model.name=mlp"]
+    lines = [["sweep", *TINY, *words, "--run-dir", "sweep"] for words, _ in MISTAKES]
+    *told, of_parts = commands(*lines, whole, cwd=tmp_path)
+    for (_, line), done in zip(MISTAKES, told, strict=True):
+        assert done.code == 2 and line in done.err and done.err.count("\n") == 1, done
+    assert of_parts.code == 3, of_parts
+    assert "the data have a validation part of their own; data.fold; leave it out" in of_parts.err
+    assert [path.name for path in tmp_path.iterdir()] == ["data.npz"]
 
 
 def test_folds_are_trained_and_compared(tmp_path):

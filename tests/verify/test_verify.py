@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hvd_train.config import load_config
+from hvd_train.config import load_config, resolved_yaml
 from hvd_train.errors import ConfigError
 from hvd_train.launch.start import environment, launch
 from hvd_train.verify import compare_worlds
 from hvd_train.verify.compare_worlds import verify
+from hvd_train.verify.difference import Runs, findings
+from hvd_train.verify.record import Record
 from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -31,33 +32,10 @@ FAULTS = {
     "sum_for_average": "the gradient of step 1 is 2 times that of 1 rank of {framework}",
     "first_weight": "the ranks start with different weights: rank 1 against rank 0, first in weights/fc1.bias",
 }
+OF_BOTH = ("batch_norm_apart", "missing_allreduce", "first_weight")  # what finds the others lies in the core
 
 
 CORE = pytest.mark.long("what finds it lies in the core, and PyTorch's runs in every run")
-
-references: dict[str, dict[str, bytes]] = {}  # what one rank recorded of a configuration
-
-
-@pytest.fixture(autouse=True)
-def _one_rank_trains_once(monkeypatch):
-    """No fault touches a rank that is alone, so that one record of it serves all faults."""
-
-    def started(size, launcher, words, verbose, module):
-        folder = Path(words[-1])
-        plans = {p.name: p.read_text().replace(str(folder), "") for p in folder.glob("*.yaml")}
-        key = json.dumps(plans, sort_keys=True)
-        if size > 1 or key not in references:
-            code = launch(size, launcher, words, verbose, module)
-            if size == 1 and not code:
-                references[key] = {
-                    p.name: p.read_bytes() for p in folder.iterdir() if p.is_file() and p.suffix != ".yaml"
-                }
-            return code
-        for name, content in references[key].items():
-            (folder / name).write_bytes(content)
-        return 0
-
-    monkeypatch.setattr(compare_worlds, "launch", started)
 
 
 def config(framework, **keys):
@@ -74,42 +52,42 @@ def verdict(capfd):
 
 
 def test_both_frameworks_are_equal_and_drawn(tmp_path, capfd):
+    """Delayed gradients are those of one rank, too."""
     page = tmp_path / "proof.html"
-    adam = {"optim.name": "adam", "optim.momentum": 0, "optim.lr": 0.01}
-    settings = config("pytorch", **{"model.name": "mlp", "precision": 32, "optim.warmup_steps": 3}, **adam)
-    assert verify(settings, 2, 5, report=page) == 0
+    keys = {"model.name": "mlp", "precision": 32, "optim.warmup_steps": 3}
+    keys |= {"optim.name": "adam", "optim.momentum": 0, "optim.lr": 0.01}
+    settings = config("pytorch", **keys, **{"exchange.mode": "delayed", "exchange.delay": 2})
+    assert verify(settings, 2, 6, report=page) == 0
     out, lines = verdict(capfd)
-    assert lines == ["equal"] * 3 + ["verdict: equal"]
+    assert lines == ["equal"] * 3 + ["verdict: equal"] and "under_way/gradient2/fc1.kernel" in out
     assert "1 rank of tensorflow against 1 rank of pytorch" in out and "in 64 bits  in 32" in out
     text = page.read_text()
     assert "data:image/png;base64," in text and "http" not in text.replace("http://www.w3.org", "")
     assert all(word in text for word in ("weights/fc1.kernel", "gradient/fc2.bias", "2 ranks of tensorflow", "1e-09"))
-
-
-def test_delayed_gradients_are_those_of_one_rank(capfd):
-    late = {"exchange.mode": "delayed", "exchange.delay": 2, "exchange.compensation": 0.1}
-    settings = config("pytorch", **{"model.name": "mlp"}, **late)
-    assert verify(settings, 2, 6) == 0
-    out, lines = verdict(capfd)
-    assert lines == ["equal"] * 3 + ["verdict: equal"] and "under_way/gradient2/fc1.kernel" in out
     with pytest.raises(ConfigError, match="the first 2 steps of a training apply nothing.*--steps 3 or more"):
         verify(settings, 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("framework", "fault"),
-    [("pytorch", fault) for fault in FAULTS]
-    # the others lie in the core
-    + [("tensorflow", "batch_norm_apart")]
-    + [pytest.param("tensorflow", fault, marks=CORE) for fault in ("missing_allreduce", "first_weight")],
-)
-def test_a_planted_fault_is_named(monkeypatch, capfd, framework, fault):
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_planted_faults_are_named(tmp_path, monkeypatch, framework):
+    """All of them in one world of two ranks, and in one of one rank, which no fault touches."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where the ranks find the module
-    keys = {"model.name": OWN[framework], "sync_batchnorm": "true"} if fault == "batch_norm_apart" else {}
-    assert verify(config(framework, **keys), 2, 3, module=f"tests.verify.faults.{fault}") == 1
-    out, lines = verdict(capfd)
-    assert lines[0].startswith("DIFFERENT: " + FAULTS[fault].format(framework=framework)), out
-    assert lines[-1] == "verdict: 1 of 1 comparisons differ"
+    faults = {name: FAULTS[name] for name in (FAULTS if framework == "pytorch" else OF_BOTH)}
+    for size in (2, 1):
+        (folder := tmp_path / str(size)).mkdir()
+        for fault in faults:
+            keys = {"model.name": OWN[framework], "sync_batchnorm": "true"} if fault == "batch_norm_apart" else {}
+            for name, plan in compare_worlds._plans(config(framework, **keys), framework, 2, 3, folder).items():
+                (folder / f"{fault}-{name}.yaml").write_text(resolved_yaml(plan))
+        assert launch(size, "auto", ["record", str(folder)], False, "tests.verify.faults") == 0
+
+    def runs(fault, size):
+        records = (Record.read(tmp_path / str(size) / f"{fault}-{name}", size) for name in ("64", "gradient"))
+        return Runs(f"1 rank of {framework}", *records)
+
+    for fault, told in faults.items():
+        found = findings(runs(fault, 1), runs(fault, 2))
+        assert found and found[0].startswith(told.format(framework=framework)), (fault, found)
 
 
 @pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow", marks=CORE)])
@@ -118,6 +96,7 @@ def test_batch_norm_of_ones_own_without_synchronization(capfd, framework):
     assert verify(config(framework, **keys), 2, 3) == 1
     out, lines = verdict(capfd)
     assert lines[0].startswith("DIFFERENT: unsynchronized batch norm: ") and "sync_batchnorm: true" in lines[0]
+    assert lines[-1] == "verdict: 1 of 1 comparisons differ"
     assert verify(config(framework, **keys, sync_batchnorm="true"), 2, 3) == 0, "and with it, all is equal"
 
 

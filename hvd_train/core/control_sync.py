@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # imported before anything else by a rank that listens to sig
 SECONDS, MOST_SECONDS = 0.25, 2.5  # between syncs; horovodrun kills ranks 5 seconds after a signal
 MPI_SECONDS = 1.0  # at most; mpirun kills ranks after one
 SHARE = 0.0025  # share of the time for syncs: one costs 0.3 ms, in TensorFlow 1.5 over MPI and 5 over Gloo
-REPORT_BYTES = 512  # minimum size: Horovod caches transfers of the same length, and skips the negotiation
+REPORT_BYTES = 768  # minimum size: Horovod caches transfers of the same length, and skips the negotiation
 
 
 class StopSource:

@@ -5,6 +5,7 @@ Every reading of the clock ends one part and begins the next, so the parts add u
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ PARTS = ("input", "compute", "rest", "save", "evaluate", "start", "waited", "bub
 IN_CELL = (INPUT, COMPUTE, WAITED, REST)  # parts of a cell; waiting for other stages counts as WAITED
 CELLS = 16  # at most, of a window
 MOST_SEGMENTS, SEGMENT_NS = 128, 2_000_000
-PAGE_BYTES = 4096
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class TimeAccount:

@@ -30,7 +30,7 @@ def script(communicator, part, steps=20):
         time.sleep(late * (part == "compute"))
         communicator.allgather_bytes(b"gradients")
         report.stepped()
-    report.pause()
+    report.pause(evaluates=True)
     time.sleep(3 * SLEEP)
     report.resume()
     for _ in range(40):

@@ -56,6 +56,12 @@ class SyncCallback(keras.callbacks.Callback):
             self._parts.begin(epoch)
         self._number(epoch)
 
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._fit.evaluates()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._fit.resume()
+
     def _number(self, epoch: int) -> None:
         """Number the next pass over a DataLoader: with ``steps_per_epoch`` Keras begins it an epoch early."""
         if kind_of(self._parts) == "loader" and self._fit.shard:

@@ -272,11 +272,15 @@ class DistributedFit:
         """Return whether any rank requests a stop."""
         return any(part == b"1" for part in self.world.allgather_bytes(b"1" if requested else b"0"))
 
-    def pause(self) -> None:
+    def pause(self, evaluates: bool = False) -> None:
         """Exclude what follows, which is not a step, from the report of slow ranks."""
         if self._order_digest is not None:  # the last execution of several steps may have had fewer
             self.dataset_steps = min(self.dataset_steps, len(self._order_digest))
-        self._slow.pause()
+        self._slow.pause(evaluates)
+
+    def evaluates(self) -> None:
+        """Count what follows as evaluation."""
+        self._slow.evaluates()
 
     def resume(self) -> None:
         """End what ``pause`` began."""
@@ -285,7 +289,7 @@ class DistributedFit:
     def _begin(self, where: str) -> None:
         """Check that all ranks make the same call, before they exchange anything in it."""
         self._check_callback(where)
-        self.pause()
+        self.pause(where != "model.fit")
         fix = "fit, evaluate and predict: call them on all ranks"
         try:
             agree(self.world, {"call": where}, "fit_evaluate_predict")

@@ -13,7 +13,7 @@ import numpy as np
 from hvd_train.core.control_sync import ControlSync
 from hvd_train.core.shares import SHOWN, shown
 from hvd_train.core.straggler import Stragglers, look_at
-from hvd_train.core.time_account import COMPUTE, EVALUATE, INPUT, TimeAccount
+from hvd_train.core.time_account import COMPUTE, EVALUATE, INPUT, START, TimeAccount
 from hvd_train.protocol import Communicator
 from hvd_train.run_folder.terminal import say
 
@@ -41,10 +41,14 @@ class SlowRankReport:
                 say(f"step {self._step}: {self._stragglers.slow_rank}", err=True)
         self._account.enter(COMPUTE)
 
-    def pause(self) -> None:
-        """Count the time until ``resume`` as evaluation; all ranks call it."""
-        self._account.enter(EVALUATE)
+    def pause(self, evaluates: bool) -> None:
+        """Count the time until ``resume`` as evaluation, or as the start of a training; all ranks call it."""
+        self._account.enter(EVALUATE if evaluates else START)
         self._sync.begin()
+
+    def evaluates(self) -> None:
+        """Count the time until ``resume`` as evaluation."""
+        self._account.enter(EVALUATE)
 
     def resume(self) -> None:
         """Count the time from here on as computing."""
@@ -55,6 +59,9 @@ class SlowRankReport:
         return self._account.within(INPUT)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each part since the last call, up to the last exchange, as the mean over ranks."""
+        """Return the seconds of each part of 1 ms or more since the last call, as the mean over ranks.
+
+        They end with the last exchange of times.
+        """
         parts, self._seconds = self._seconds.mean(axis=0), np.zeros_like(self._seconds)
-        return {name: float(x) for name, x in zip(SHOWN, parts, strict=True) if x}
+        return {name: float(x) for name, x in zip(SHOWN, parts, strict=True) if x >= 0.001}

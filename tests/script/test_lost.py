@@ -12,16 +12,11 @@ from tests.limits import SECONDS
 LIMIT, WATCHDOG = 4, 4  # seconds for ranks that have come apart, above what a busy machine may keep one back
 WAITED = {"torch": (r"ht\.sum", "bucket"), "keras": ("fit_evaluate_predict", r"(meeting|\.counts)")}
 LEFT = "error[rank 0]: rank 1 came to the end of the script, and this rank waits for it; end the loop at the same step"
-OTHER = pytest.mark.long("under the other launcher, or in another framework, it runs in every run")
 CASES = [
     ("torch", "leaves", "mpirun"),
     ("torch", "apart", "horovodrun"),
     ("tensorflow", "leaves", "mpirun"),
     ("keras torch", "apart", "mpirun"),
-    pytest.param("torch", "leaves", "horovodrun", marks=OTHER),
-    pytest.param("torch", "apart", "mpirun", marks=OTHER),
-    pytest.param("tensorflow", "apart", "horovodrun", marks=OTHER),
-    pytest.param("keras torch", "leaves", "horovodrun", marks=OTHER),
 ]
 MESSAGES = {
     ("torch", "shapes"): "the ranks diverged: ht.sum got 2, 3 numbers on rank 0, 1, ...; call the same",
@@ -59,8 +54,6 @@ def test_whatever_a_script_catches_it_ends_with_code_5(tmp_path, api, kind, laun
     [
         ("torch", "shapes", "horovodrun"),
         ("tensorflow", "shapes", "mpirun"),
-        pytest.param("torch", "shapes", "mpirun", marks=OTHER),
-        pytest.param("keras torch", "shapes", "horovodrun", marks=OTHER),
         ("tensorflow", "drift", "mpirun"),
     ],
 )
@@ -89,9 +82,6 @@ def test_weights_that_a_script_has_moved_itself_are_compared_at_its_end():
     [
         ("torch", "loops", "mpirun"),
         ("tensorflow", "loads", "horovodrun"),
-        pytest.param("tensorflow", "loops", "mpirun", marks=OTHER),
-        pytest.param("keras torch", "loads", "mpirun", marks=OTHER),
-        pytest.param("torch", "loops", "horovodrun", marks=OTHER),
     ],
 )
 def test_a_rank_that_loops_is_named_with_its_stack(api, kind, launcher):
@@ -104,8 +94,7 @@ def test_a_rank_that_loops_is_named_with_its_stack(api, kind, launcher):
     assert 'lost_rank.py", line' in out and out.count("error[rank") == 1, out[-5000:]
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun", marks=OTHER)])
-def test_a_rank_that_is_stopped_is_named(launcher):
-    run = ended(launcher, "torch", "stops", {"HVD_TRAIN_WATCHDOG_S": "3"})
+def test_a_rank_that_is_stopped_is_named():
+    run = ended("mpirun", "torch", "stops", {"HVD_TRAIN_WATCHDOG_S": "3"})
     assert run.returncode == 5, run.stdout[-2000:] + run.stderr[-3000:]
     assert "error[rank 1]: is stopped (SIGSTOP), for more than 3 s\n" in run.stdout + run.stderr

@@ -18,78 +18,57 @@ from tests.launching import ROOT, launch
 HERE = Path(__file__).parent
 SLOW = r"step \d+: rank 1 is slow: the others wait for it \d\d% of each step, [\d.]+ ms, since step \d+\n"
 CASES = [
-    "arrays", "accumulation", "clipnorm", "global_clipnorm", "clipvalue_ema", "run_eagerly", "own_step", "own_logs",
-    "rates", "two_inputs",
-    "class_weight", "py_dataset", "self_shuffled", "overflow", "undivided", "callbacks", "backup", "tf_data",
-    "steps_per_execution", "adamw", "adam_accumulation", "nothing_left_out", "residual", "saved", "jit_compile",
-    "summed", "masked", "masked_own_step", "masked_sum", "masked_weighted_mean", "masked_steps_per_execution",
-    "weighted_mean", "weighted_batch", "own_losses", "fine_tuning", "vae", "gan", "unbuilt", "loader", "loop",
-    "loop_graph", "loop_dataset", "loop_gan", "loop_sums", "steps", "masked_scores",
-    "states", "outputs", "lengths",
-]  # fmt: skip
-# A case of its kind runs in every run: of gradients that are clipped or added up, of weighted losses, of loops.
-SIBLINGS = [
-    "accumulation", "clipnorm", "clipvalue_ema", "adamw", "nothing_left_out", "masked_sum", "masked_weighted_mean",
-    "masked_steps_per_execution", "weighted_batch", "loop_graph", "loop_gan", "backup",
+    "arrays", "global_clipnorm", "run_eagerly", "own_step", "own_logs", "rates", "two_inputs", "class_weight",
+    "py_dataset", "self_shuffled", "overflow", "undivided", "callbacks", "tf_data", "steps_per_execution",
+    "adam_accumulation", "residual", "saved", "jit_compile", "summed", "masked", "masked_own_step", "weighted_mean",
+    "own_losses", "fine_tuning", "vae", "gan", "unbuilt", "loader", "loop", "loop_dataset", "loop_sums", "steps",
+    "masked_scores", "states", "outputs", "lengths",
 ]  # fmt: skip
 # What may depend on whether two ranks meet or three: shares of 7, 7 and 6, means of three, batches that data makes.
-ON_THREE = ["arrays", "py_dataset", "masked", "own_losses", "loop_sums"]
-# "draws" after "loader", which loads torch: nobody has seeded it, and the other generators stay alike all the same.
-NOT_ALONE = ["main_rank", "stops", "compressed", "gan_compressed", "draws", "slow", "batchnorm_and_dropout", "frozen"]
-THREE_NOT_ALONE = ["frozen"]
-LOCAL = ("own/", "files")  # what a rank has for itself
+ON_THREE = ["arrays", "py_dataset", "masked", "loop_sums"]
+# Keras on PyTorch has its own step; what it shares with TensorFlow is tried there.
 ON_TORCH = [
-    "arrays", "clipnorm", "own_step", "two_inputs", "py_dataset", "residual", "saved", "summed", "masked_own_step",
-    "own_losses", "gan", "unbuilt", "loader", "loop", "loop_gan", "steps", "masked_scores",
-    "states", "outputs",
+    "arrays", "own_step", "two_inputs", "py_dataset", "residual", "saved", "summed", "masked_own_step", "own_losses",
+    "gan", "unbuilt", "loader", "loop", "steps", "masked_scores", "states", "outputs",
 ]  # fmt: skip
+# "draws" after "loader", which loads torch: nobody has seeded it, and the other generators stay alike all the same.
+NOT_ALONE = ["main_rank", "stops", "compressed", "gan_compressed", "draws", "slow"]
+LOCAL = ("own/", "files")  # what a rank has for itself
+WORLDS = {
+    (2, "tensorflow"): [*CASES, *NOT_ALONE, "batchnorm_and_dropout", "frozen", "apart", "refused"],
+    (3, "tensorflow"): [*ON_THREE, "frozen"],
+    (2, "torch"): [*ON_TORCH, *NOT_ALONE, "apart"],
+}
+ALONE = {"tensorflow": CASES, "torch": ON_TORCH}
+# Keras 3.15 takes this loss in float32 on PyTorch, whatever floatx is: its gradients hold no more.
+TOLERANCE = {"tensorflow": 1e-9, "torch": 2e-6}
+BACKENDS = pytest.mark.parametrize("backend", TOLERANCE)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, request):
-    """(framework, size) -> {case: [what each rank has]}; each world is launched once."""
-    done: dict[tuple[str, int], dict[str, list[dict]]] = {}
-    failed: dict[tuple[str, int], str] = {}  # a world takes more than a minute: one that fails is not tried again
+def results(tmp_path_factory):
+    """(size, backend) -> {case: [what each rank has]}; each world is launched once."""
+    done: dict[tuple[int, str], dict[str, list[dict]]] = {}
+    failed: dict[tuple[int, str], str] = {}  # a world takes more than a minute: one that fails is not tried again
 
-    def get(size: int, launcher: str = "", backend: str = "tensorflow") -> dict[str, list[dict]]:
-        assert (backend, size) not in failed, failed[backend, size]
-        if (backend, size) not in done:
-            folder = tmp_path_factory.mktemp(f"{backend}{size}")
-            cases = [*CASES, *NOT_ALONE] if backend == "tensorflow" else [*ON_TORCH, *NOT_ALONE[:6]]
-            if size == 1:
-                cases = [case for case in cases if case not in NOT_ALONE]
-            else:
-                cases += ["apart", *(["refused"] if backend == "tensorflow" else [])]
-            if not request.config.getoption("--long"):
-                kept = [*ON_THREE, *THREE_NOT_ALONE] if size == 3 else [c for c in cases if c not in SIBLINGS]
-                cases = [case for case in cases if case in kept]
+    def get(size: int, backend: str = "tensorflow") -> dict[str, list[dict]]:
+        key = size, backend
+        assert key not in failed, failed[key]
+        if key not in done:
+            folder, cases = tmp_path_factory.mktemp(f"{backend}{size}"), WORLDS.get(key, ALONE[backend])
             line = [str(HERE / "worker.py"), str(folder), *cases]
-            run = launch(size, launcher, line, KERAS_BACKEND=backend)
+            run = launch(size, "horovodrun" if size == 3 else "mpirun", line, KERAS_BACKEND=backend)
             if run.returncode:
-                failed[backend, size] = f"{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
-            assert run.returncode == 0, failed[backend, size]
-            names = {path.name.split(".")[0] for path in folder.glob(f"*.{size}.0.npz")}
-            done[backend, size] = {
-                n: [dict(np.load(folder / f"{n}.{size}.{r}.npz")) for r in range(size)] for n in names
-            }
-            if "saved" in names:
-                done[backend, size]["saved"][0]["own/file"] = folder / "saved.keras"
-        return done[backend, size]
+                failed[key] = f"{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
+            assert run.returncode == 0, failed[key]
+            done[key] = {c: [dict(np.load(folder / f"{c}.{size}.{r}.npz")) for r in range(size)] for c in cases}
+            done[key].get("saved", [{}])[0]["own/file"] = folder / "saved.keras"
+        return done[key]
 
     return get
 
 
-WORLDS = [(2, "mpirun", "tensorflow"), (3, "horovodrun", "tensorflow")]
-LONG = pytest.mark.long("two ranks run it in every run, and no part of it depends on their number")
-SIBLING = pytest.mark.long("another case of its kind runs in every run")
-
-
-def long(case: str, size: int = 2):
-    """The mark of a case."""
-    return SIBLING if case in SIBLINGS else LONG if size == 3 and case not in [*ON_THREE, *THREE_NOT_ALONE] else ()
-
-
-def assert_same(case: str, one: dict, ranks: list[dict], tolerance: float = 1e-9) -> None:
+def assert_same(case: str, one: dict, ranks: list[dict], tolerance: float) -> None:
     for key, value in ranks[0].items():
         if key.startswith(LOCAL):
             continue
@@ -100,32 +79,18 @@ def assert_same(case: str, one: dict, ranks: list[dict], tolerance: float = 1e-9
         np.testing.assert_allclose(value, reference, rtol=0, atol=tolerance * scale, err_msg=f"{case} {key}")
 
 
-def grid() -> list:
-    """(world..., case): all cases in all worlds."""
-    return [pytest.param(*world, case, marks=long(case, world[0])) for world in WORLDS for case in CASES]
-
-
-@pytest.mark.parametrize(("size", "launcher", "backend", "case"), grid())
-def test_ranks_equal_one_process(results, case, size, launcher, backend):
-    assert_same(case, results(1)[case][0], results(size, launcher, backend)[case])
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=long(case)) for case in ON_TORCH])
-def test_on_torch(results, case):
-    # Keras 3.15 takes this loss in float32 on PyTorch, whatever floatx is: its gradients hold no more.
-    assert_same(case, results(1, backend="torch")[case][0], results(2, "mpirun", "torch")[case], 2e-6)
-
-
 @pytest.mark.parametrize(
-    ("size", "launcher", "backend", "case"),
-    [
-        pytest.param(*world, case, marks=long(case, world[0]))
-        for world in (*WORLDS, (2, "mpirun", "torch"))
-        for case in ("stops", "compressed", "gan_compressed")
-    ],
+    ("size", "backend", "case"),
+    [(*world, case) for world, cases in WORLDS.items() for case in cases if case in ALONE[world[1]]],
 )
-def test_ranks_stay_together(results, case, size, launcher, backend):
-    ranks = results(size, launcher, backend)[case]
+def test_ranks_equal_one_process(results, size, backend, case):
+    assert_same(case, results(1, backend)[case][0], results(size, backend)[case], TOLERANCE[backend])
+
+
+@BACKENDS
+@pytest.mark.parametrize("case", ["stops", "compressed", "gan_compressed"])
+def test_ranks_stay_together(results, case, backend):
+    ranks = results(2, backend)[case]
     for rank in ranks[1:]:
         for key, value in ranks[0].items():
             np.testing.assert_array_equal(rank[key], value, err_msg=key)
@@ -133,34 +98,30 @@ def test_ranks_stay_together(results, case, size, launcher, backend):
         assert list(ranks[0]["steps"]) == [4, 2]
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@BACKENDS
 def test_a_slow_rank_is_named(results, backend):
-    printed = [str(rank["own/told"]) for rank in results(2, "mpirun", backend)["slow"]]
+    printed = [str(rank["own/told"]) for rank in results(2, backend)["slow"]]
     assert re.search(SLOW, printed[0]) and not printed[1], printed
 
 
-@pytest.mark.parametrize(("size", "launcher", "backend"), [WORLDS[0], pytest.param(*WORLDS[1], marks=LONG)])
-def test_masks_differ_and_statistics_agree(results, size, launcher, backend):
-    ranks = results(size, launcher, backend)["batchnorm_and_dropout"]
-    assert len({rank["own/seed"][0] for rank in ranks}) == size
-    for key in ranks[0]:
-        if key != "own/seed":
-            np.testing.assert_array_equal(ranks[1][key], ranks[0][key], err_msg=key)
+def test_masks_differ_and_statistics_agree(results):
+    first, other = results(2)["batchnorm_and_dropout"]
+    assert first.pop("own/seed")[0] != other.pop("own/seed")[0]
+    for key in first:
+        np.testing.assert_array_equal(other[key], first[key], err_msg=key)
 
 
-@pytest.mark.parametrize(
-    ("size", "launcher", "backend"), [WORLDS[0], pytest.param(*WORLDS[1], marks=LONG), (2, "mpirun", "torch")]
-)
-def test_ranks_draw_other_numbers_for_the_same_order(results, size, launcher, backend):
-    ranks = results(size, launcher, backend)["draws"]
+@BACKENDS
+def test_ranks_draw_other_numbers_for_the_same_order(results, backend):
+    ranks = results(2, backend)["draws"]
     for name in {key.rsplit(" ", 1)[0] for key in ranks[0] if key.endswith(" drawn")}:
         ids, drawn, after = ([rank[f"{name} {k}"] for rank in ranks] for k in ("ids", "drawn", "after"))
         if "divided" not in name:  # 2 fits of 2 epochs
             assert sorted(np.concatenate(ids)) == sorted(4 * list(range(116))), name
         # random, numpy.random and tf.random stay with the data set's order, and a step that runs eagerly has no other.
-        pipeline = 3 * len(drawn[0]) // 5 * (size - 1) * ("generator" in name)
+        pipeline = 3 * len(drawn[0]) // 5 * ("generator" in name)
         messages = [rank[f"{name} told"] for rank in ranks]
-        assert list(map(len, messages)) == [int("generator" in name), *[0] * (size - 1)], messages
+        assert list(map(len, messages)) == [int("generator" in name), 0], messages
         several = len(set(np.concatenate(drawn))) + pipeline
         assert several >= 0.99 * sum(map(len, drawn)), f"{name}: {several} of {sum(map(len, drawn))} differ"
         for rank in ranks:
@@ -172,12 +133,12 @@ def test_ranks_draw_other_numbers_for_the_same_order(results, size, launcher, ba
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all(results):
-    for rank in results(2, "mpirun")["overflow"]:
+    for rank in results(2)["overflow"]:
         assert rank["scale"] == 4.0 and rank["iterations"] == 10  # of 11 steps; the scale is halved once
 
 
 def test_rank_0_alone_writes_and_what_it_writes_is_plain_keras(results):
-    first, other = results(2, "mpirun")["callbacks"]
+    first, other = results(2)["callbacks"]
     assert list(first["files"]) == ["best.keras", "log.csv"] and not other["files"].size
     assert str(first["own/class"]).startswith("keras.")
 
@@ -198,19 +159,19 @@ np.savez(sys.argv[2], predicted=predicted, **{f"weights/{i}": w for i, w in enum
 """
 
 
-@pytest.mark.parametrize(("backend", "tolerance"), [("tensorflow", 1e-9), ("torch", 2e-6)])
-def test_a_saved_model_trains_on_without_us(results, tmp_path, backend, tolerance):
-    case = results(2, "mpirun", backend)["saved"][0]
+@BACKENDS
+def test_a_saved_model_trains_on_without_us(results, tmp_path, backend):
+    case = results(2, backend)["saved"][0]
     line = [sys.executable, "-c", PLAIN, str(case["own/file"]), str(tmp_path / "found.npz")]
     env = {**environment(), "KERAS_BACKEND": backend, "PYTHONPATH": ""}
     run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
     read = dict(np.load(tmp_path / "found.npz"))
-    assert_same("saved", case, [read], tolerance)
+    assert_same("saved", case, [read], TOLERANCE[backend])
 
 
 def test_a_compiled_graph_is_named_in_one_line_on_rank_0(results):
-    first, second = results(2, "mpirun")["jit_compile"]
+    first, second = results(2)["jit_compile"]
     (line,) = first["own/told"]
     assert line.startswith("jit_compile is off: ") and "\n" not in line and not second["own/told"].size
 
@@ -231,17 +192,17 @@ def test_a_compiled_graph_is_named_in_one_line_on_rank_0(results):
         ("within", "model.train_on_batch", "; make the optimizer of inner an attribute of this model"),
     ],
 )
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@BACKENDS
 def test_ranks_that_came_apart_are_named(results, backend, case, where, says):
-    for rank in results(2, "mpirun", backend)["apart"]:
+    for rank in results(2, backend)["apart"]:
         message = str(rank[f"own/{case}"])
         assert message.startswith("5 ") and says in message and f"; {where}; " in message and "rank 1" in message
 
 
-@pytest.mark.parametrize(("size", "launcher", "backend"), WORLDS)
-def test_weights_that_are_not_trained(results, size, launcher, backend):
+@pytest.mark.parametrize("size", [2, 3])
+def test_weights_that_are_not_trained(results, size):
     """What all ranks hold keeps its bits (a mean of 3 would not, a sum of the largest numbers is none)."""
-    for rank in results(size, launcher, backend)["frozen"]:
+    for rank in results(size)["frozen"]:
         assert rank["same"]
         np.testing.assert_allclose(rank["weights/1"], [1 + 1.5 * (size - 1), 1], rtol=1e-12)
         assert rank["seen"] == 5  # rank 0's
@@ -249,7 +210,7 @@ def test_weights_that_are_not_trained(results, size, launcher, backend):
 
 def test_a_loss_that_cannot_be_joined_is_named(results):
     for backend in ("tensorflow", "torch"):
-        first, second = results(2, "mpirun", backend)["own_losses"]
+        first, second = results(2, backend)["own_losses"]
         for name in ("own_root", "own_pairs", "own_known", "own_ones", "circle"):
             (line,) = first[f"own/{name}"]
             assert line.startswith(f"the loss {name} is neither a mean nor a sum over samples")
@@ -260,17 +221,17 @@ def test_a_loss_that_cannot_be_joined_is_named(results):
         assert line.startswith("the metric recall_of_classes is not a mean over the samples of a batch")
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@BACKENDS
 def test_rank_0_alone_prints_and_says_what_no_rank_added_up(results, backend):
-    first, other = results(2, "mpirun", backend)["main_rank"]
+    first, other = results(2, backend)["main_rank"]
     assert str(first["own/printed"]) == "2 ranks\n" and first["own/shown"]
     assert not str(other["own/printed"]) and not other["own/shown"]
     assert list(first["own/told"]) == [0, 0, 1] and not any(other["own/told"])
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@BACKENDS
 def test_layers_of_other_states_are_named(results, backend):
-    first, other = results(2, "mpirun", backend)["states"]
+    first, other = results(2, backend)["states"]
     messages = list(first["own/told"])
     assert len(messages) == 4 and not other["own/told"].size
     names = ["normalization", "discretization", *(["text_vectorization", "lookup"] if backend == "tensorflow" else [])]
@@ -315,7 +276,7 @@ def test_layers_of_other_states_are_named(results, backend):
     ],
 )
 def test_refused_on_all_ranks(results, misuse, says):
-    for rank in results(2, "mpirun")["refused"]:
+    for rank in results(2)["refused"]:
         message = str(rank[f"own/{misuse}"])
         assert message.startswith("2 ") and says in message
 
@@ -350,19 +311,15 @@ model.fit(np.zeros((40 + 40 * hk.rank(), 4)), np.zeros((40 + 40 * hk.rank(), 1))
 """
 
 
-OTHER = pytest.mark.long("under the other launcher it runs in every run")
-
-
-@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=OTHER), "horovodrun"])
-def test_an_error_is_a_table_without_traceback(tmp_path, launcher):
+def test_an_error_is_a_table_without_traceback(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    run = launch(2, launcher, [str(tmp_path / "script.py")])
-    assert run.returncode == 2 or launcher == "horovodrun" and run.returncode
+    run = launch(2, "horovodrun", [str(tmp_path / "script.py")])
+    assert run.returncode == 2
     output = run.stdout + run.stderr
     assert output.count("the ranks differ") == 1 and "rank 1: 3" in output and "Traceback" not in output
 
 
-ALONE = """
+ON_ONE = """
 import keras, numpy as np, hvd_train.keras as hk
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
@@ -394,7 +351,7 @@ def test_a_callback_of_rank_0_that_predicts_is_named_at_once(tmp_path):
 
 @pytest.mark.parametrize(("launcher", "call"), [("mpirun", "evaluate"), ("horovodrun", "predict")])
 def test_evaluate_and_predict_on_one_rank_alone_end(tmp_path, launcher, call):
-    (tmp_path / "script.py").write_text(ALONE.replace("CALL", call))
+    (tmp_path / "script.py").write_text(ON_ONE.replace("CALL", call))
     run = launch(2, launcher, [str(tmp_path / "script.py")])
     output = run.stdout + run.stderr
     assert run.returncode == 5 and "Traceback" not in output
@@ -405,12 +362,11 @@ def weights(folder: Path, name: str, size: int) -> list[dict]:
     return [dict(np.load(folder / f"{name}.{size}.{rank}.npz")) for rank in range(size)]
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun", marks=OTHER)])
-def test_migrated_script(tmp_path, launcher):
+def test_migrated_script(tmp_path):
     script = str(ROOT / "tests" / "script" / "migration" / "horovod_keras_after.py")
     for size, batch, rate in ((1, 64, 0.1), (2, 32, 0.05)):  # the rate is multiplied by the number of ranks
         options = ["--batch-size", str(batch), "--lr", str(rate), "--in-order"]
-        run = launch(size, launcher, [script, str(tmp_path), *options])
+        run = launch(size, "mpirun", [script, str(tmp_path), *options])
         assert run.returncode == 0, run.stdout + run.stderr
     (one,), (first, second) = weights(tmp_path, "after", 1), weights(tmp_path, "after", 2)
     for key, value in first.items():

@@ -18,9 +18,7 @@ LONG = pytest.mark.long("two ranks on TensorFlow run it in every run")
 WORLDS = [
     (2, "mpirun", "tensorflow"),
     pytest.param((2, "horovodrun", "torch"), marks=LONG),
-    pytest.param((1, "", "tensorflow"), marks=LONG),
     pytest.param((3, "horovodrun", "tensorflow"), marks=LONG),
-    pytest.param((4, "mpirun", "tensorflow"), marks=LONG),
 ]
 EPOCH_ENDS = [3, 6, STEPS]  # steps after which ranks join
 TOLERANCE = {"tensorflow": 1e-12, "torch": 1e-6}  # Keras takes some losses in 32 bits on PyTorch
@@ -104,13 +102,6 @@ def test_a_backup_goes_on_with_the_same_bits(worlds, world):
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_what_joins_may_be_compressed(worlds, world):
-    for facts in worlds(world):
-        assert facts["whole"] < 1e-12 < 1e-3 < facts["left out"]
-        assert facts["sum"] == worlds(world)[0]["sum"]
-
-
-@pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_running_statistics_are_the_mean_at_the_last_join(worlds, world):
     for facts in worlds(world):
         np.testing.assert_allclose(facts["mean"], facts["expected mean"], rtol=1e-6)
@@ -118,17 +109,12 @@ def test_running_statistics_are_the_mean_at_the_last_join(worlds, world):
 
 MODE = r"hk\.distribute\(mode=\.\.\.\)"
 REFUSED = {
-    "fragments": r"the model has 2 tensors, and none is divided; exchange\.fragments: 3",
-    "delayed": r"mode='delayed' works only with hvd-train fit; hk\.distribute; a script takes one of allreduce, outer",
-    "option": r"outer_start: only with hvd-train fit",
-    "foreign": r"outer_steps: only with hvd-train fit.*and mode='outer' with outer_steps, outer_lr",
     "two optimizers": rf"local training takes one optimizer, and there are 2; {MODE}; leave mode out, or",
     "loss scale": r"LossScaleOptimizer does not go with mode='outer', because.*; hk\.distribute; take mixed_bfloat16",
     "ema": r"use_ema does not go with mode='outer', because.*; hk\.distribute; leave one of them out",
     "sharded": r"sharded=True does not go with mode='outer'",
     "lr_scaling": r"lr_scaling does not go with mode='outer'",
     "load within": rf"weights loaded within global_weights would be lost; {MODE}; leave the context before the load",
-    "not finite": rf"the weights of 1 rank are not finite after step 3; {MODE}; lower the learning rate",
 }
 
 

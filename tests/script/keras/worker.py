@@ -20,30 +20,25 @@ with fast_import(FRAMEWORKS["tensorflow"].unneeded):
 import hvd_train.keras as hk
 from hvd_train.script.keras import loop as own_loop
 from tests.limits import SECONDS
-from tests.script.keras.cases.callbacks import backup, callbacks, stops
+from tests.script.keras.cases.callbacks import callbacks, stops
 from tests.script.keras.cases.data import lengths, loader, py_dataset, self_shuffled, steps, tf_data, undivided
 from tests.script.keras.cases.draws import draws
 from tests.script.keras.cases.fitting import UserStep, arrays, class_weight, rates, two_inputs, user_logs, user_step
 from tests.script.keras.cases.gradients import compressed, jit_compile, overflow, residual, saved
 from tests.script.keras.cases.layers import states
 from tests.script.keras.cases.loops import loop, main_rank, slow, sums
-from tests.script.keras.cases.losses import own_losses, reading, summed, weighted
+from tests.script.keras.cases.losses import own_losses, reading, summed, weighted_mean
 from tests.script.keras.cases.mistakes import apart, refused
-from tests.script.keras.cases.models import FOLDER, SGD, TENSORFLOW, WIDE, Adam, AdamW, cross_entropy, simple
-from tests.script.keras.cases.networks import batchnorm_and_dropout, fine_tuning, frozen, gan, loop_gan, unbuilt, vae
+from tests.script.keras.cases.models import FOLDER, SGD, TENSORFLOW, Adam, simple
+from tests.script.keras.cases.networks import batchnorm_and_dropout, fine_tuning, frozen, gan, unbuilt, vae
 from tests.script.keras.cases.scores import masked_scores, outputs
 from tests.script.keras.cases.sharded import CASES as SHARDED
 from tests.seconds import counted
 
 CASES = {
     "arrays": arrays,
-    "accumulation": simple(lambda: SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)),
-    "clipnorm": simple(lambda: SGD(0.1, clipnorm=0.05)),
     "global_clipnorm": simple(lambda: SGD(0.1, global_clipnorm=0.05, weight_decay=0.01)),
-    "clipvalue_ema": simple(lambda: Adam(0.01, clipvalue=0.002, use_ema=True, ema_momentum=0.9)),
-    "adamw": simple(lambda: AdamW(0.01, weight_decay=0.01)),
     "adam_accumulation": simple(lambda: Adam(0.01, gradient_accumulation_steps=2)),
-    "nothing_left_out": simple(lambda: Adam(0.01), WIDE, {"compression": "topk", "ratio": 1.0}),
     "run_eagerly": simple(lambda: SGD(0.1), run_eagerly=True),
     "own_step": user_step,
     "own_logs": user_logs,
@@ -64,7 +59,6 @@ CASES = {
     "overflow": overflow,
     "undivided": undivided,
     "callbacks": callbacks,
-    "backup": backup,
     "stops": stops,
     "batchnorm_and_dropout": batchnorm_and_dropout,
     "compressed": compressed,
@@ -74,16 +68,12 @@ CASES = {
     "frozen": frozen,
     "slow": slow,
     "summed": summed,
-    "masked": reading(cross_entropy, weights=True),
-    "masked_own_step": reading(cross_entropy, UserStep),
-    "masked_sum": reading(lambda: cross_entropy(reduction="sum")),
-    "masked_weighted_mean": reading(lambda: cross_entropy(reduction="mean_with_sample_weight"), weights=True),
-    "weighted_mean": weighted("mean_with_sample_weight"),
-    "weighted_batch": weighted("sum_over_batch_size"),
+    "masked": lambda: reading(weights=True),
+    "masked_own_step": lambda: reading(UserStep),
+    "weighted_mean": weighted_mean,
     "own_losses": own_losses,
     "loader": loader,
-    "loop": loop(),
-    "loop_gan": loop_gan,
+    "loop": loop,
     "main_rank": main_rank,
     **SHARDED,
 }
@@ -94,10 +84,8 @@ if TENSORFLOW:
         "tf_data": tf_data,
         "lengths": lengths,
         "jit_compile": jit_compile,
-        "loop_graph": loop("graph"),
-        "loop_dataset": loop("dataset"),
+        "loop_dataset": lambda: loop(dataset=True),
         "loop_sums": sums,
-        "masked_steps_per_execution": reading(cross_entropy, steps_per_execution=3),
         "steps_per_execution": simple(lambda: SGD(0.1, momentum=0.9), steps_per_execution=3),
     }
 

@@ -12,7 +12,7 @@ from tests.launching import ROOT, launch
 from tests.script.outer_formula import ROUND, STEPS, STREAMED, by_formula, first, streamed_by_formula
 
 LONG = pytest.mark.long("one and two ranks run it in every run")
-SIZES = [1, 2, pytest.param(3, marks=LONG), pytest.param(4, marks=LONG)]
+SIZES = [1, 2, pytest.param(3, marks=LONG)]
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +86,6 @@ def test_a_run_goes_on_from_the_global_weights(worlds, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_joins_may_be_compressed(worlds, size):
-    for facts in worlds(size):
-        assert facts["whole"] < 1e-12 < 1e-3 < facts["left out"]
-        assert facts["sum"] == worlds(size)[0]["sum"]
-
-
-@pytest.mark.parametrize("size", SIZES)
 def test_running_statistics_are_the_mean_at_the_last_join(worlds, size):
     for facts in worlds(size):
         np.testing.assert_allclose(facts["mean"], facts["expected mean"], rtol=1e-6)
@@ -115,7 +108,6 @@ REFUSED = {
     "load within": rf"weights loaded within global_weights would be lost; {MODE}; leave the context before the load",
     "pickled": rf"the pickled model would have this rank's weights; {MODE}; save model\.state_dict\(\), or pickle wit",
     "unfrozen": r"a parameter of shape \(3,\) is trained since ht\.distribute, and never synchronized",
-    "not finite": rf"the weights of 1 rank are not finite after step 3; {MODE}; lower the learning rate",
     "never synchronized": r"no synchronization in 1 step: the global weights are still the first ones; .*; set outer",
     "rate": r"the ranks differ \(learning rate of group 0: 0\.2 on rank 0 and 0\.1 on rank.*step 3 of the model",
     "reloaded": rf"the ranks have made unequal numbers of steps: 4, 3.* on rank 0, 1, \.\.\.; {MODE}; make equally",

@@ -77,14 +77,3 @@ def wrapped():
     hk.distribute(compiled(model))
     fit(model, *digits(), epochs=1)
     return {"wrapped": norm.running_mean.numpy(), "wrapped predicted": model.predict(digits(9)[0], verbose=0)}
-
-
-def backup():
-    """Two fits as two processes would run them: the second restores what rank 0 of the first left."""
-    x, y = digits()
-    folder = FOLDER / f"backup{hk.size()}.{hk.rank()}"
-    model = hk.distribute(compiled(optimizer=keras.optimizers.Adam(0.01)))
-    fit(model, x, y, epochs=2, callbacks=[keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)])
-    other = hk.distribute(compiled(optimizer=keras.optimizers.Adam(0.01)))
-    history = fit(other, x, y, epochs=3, callbacks=[keras.callbacks.BackupAndRestore(folder)])
-    return trained(other, history, epochs=len(history["loss"]))

@@ -20,35 +20,30 @@ from tests.script.keras.cases.models import BATCH, COUNT, Adam, compiled, cross_
 from tests.script.keras.cases.networks import descent
 
 
-def loop(kind="eager"):
-    """A loop of the user's own: two epochs, uneven at the end; the loss of even steps."""
+def loop(dataset=False):
+    """A loop of the user's own: two epochs, uneven at the end; the loss of even steps. ``dataset``: in a graph."""
+    x, y = digits()
+    model, optimizer, loss_of, losses = network(), Adam(0.01), cross_entropy(), []
+    hk.distribute(model, optimizer)
 
-    def case():
-        x, y = digits()
-        model, optimizer, loss_of, losses = network(), Adam(0.01), cross_entropy(), []
-        hk.distribute(model, optimizer)
+    def step(x, y):
+        values = descent(optimizer, model.trainable_weights, lambda: [loss_of(y, model(x)) + sum(model.losses)])
+        return hk.reduce({"loss": values[0], "samples": keras.ops.shape(x)[0]})
 
-        def step(x, y):
-            values = descent(optimizer, model.trainable_weights, lambda: [loss_of(y, model(x)) + sum(model.losses)])
-            return hk.reduce({"loss": values[0], "samples": keras.ops.shape(x)[0]})
+    if dataset:
+        import tensorflow as tf
 
-        if kind != "eager":
-            import tensorflow as tf
-
-            step = tf.function(step)
-        if kind == "dataset":
-            batches = hk.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
-        else:
-            batches = hk.shard(x, y, batch_size=BATCH)
-            next(iter(batches)) if hk.rank() == 0 else None
-        for _ in range(2):
-            for part in batches:
-                values = step(*part)
-                losses.append(float(values["loss"])) if len(part[0]) == BATCH else None
-        total = float(hk.reduce(len(losses), op="sum")) / hk.size()
-        return trained(model, losses=losses, steps=len(batches) if kind != "dataset" else 0, total=total)
-
-    return case
+        step = tf.function(step)
+        batches = hk.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
+    else:
+        batches = hk.shard(x, y, batch_size=BATCH)
+        next(iter(batches)) if hk.rank() == 0 else None
+    for _ in range(2):
+        for part in batches:
+            values = step(*part)
+            losses.append(float(values["loss"])) if len(part[0]) == BATCH else None
+    total = float(hk.reduce(len(losses), op="sum")) / hk.size()
+    return trained(model, losses=losses, steps=0 if dataset else len(batches), total=total)
 
 
 def sums():

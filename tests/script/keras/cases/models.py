@@ -24,7 +24,7 @@ TENSORFLOW = keras.backend.backend() == "tensorflow"
 FOLDER = Path(sys.argv[1])
 
 
-SGD, Adam, AdamW = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
 
 def digits(count: int = COUNT):
@@ -58,9 +58,9 @@ def trained(model, history=None, **more):
     return results | {k: np.asarray(v) for k, v in more.items()}
 
 
-def simple(optimizer, hidden=32, exchange=None, **options):
+def simple(optimizer, **options):
     def case():
-        model = hk.distribute(compiled(network(hidden=hidden), optimizer(), **options), **exchange or {})
+        model = hk.distribute(compiled(network(), optimizer(), **options))
         return trained(model, fit(model, *digits()))
 
     return case

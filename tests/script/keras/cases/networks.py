@@ -8,7 +8,6 @@ import numpy as np
 import hvd_train.keras as hk
 from tests.script.keras.cases.models import (
     BATCH,
-    COUNT,
     SGD,
     TENSORFLOW,
     WIDE,
@@ -175,31 +174,6 @@ def unbuilt():
     hk.distribute(two)
     results["lists"] = trained(two, fit(two, [x, x[:, :3]], y / 10, validation_split=0.2))
     return {f"{name} {key}": np.asarray(value) for name, case in results.items() for key, value in case.items()}
-
-
-def loop_gan():
-    """Two models with an optimizer each, in a loop of the user's own; the noise is a part of the data."""
-    x = digits(COUNT)[0]
-    generator = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64, "sigmoid")])
-    discriminator = keras.Sequential([keras.Input((64,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)])
-    first, second = Adam(0.01), SGD(0.1, momentum=0.9)
-    hk.distribute(generator, first)
-    hk.distribute(discriminator, second)
-    loss_of = keras.losses.BinaryCrossentropy(from_logits=True)
-
-    def step(real, noise):
-        ones = keras.ops.ones((len(real), 1))
-        fake = keras.ops.stop_gradient(generator(noise))
-        weights = discriminator.trainable_weights
-        descent(second, weights, lambda: [loss_of(ones, discriminator(real)) + loss_of(ones * 0, discriminator(fake))])
-        descent(first, generator.trainable_weights, lambda: [loss_of(ones, discriminator(generator(noise)))])
-
-    batches = hk.shard(x, np.sin(x[:, 20:24] * 50), batch_size=BATCH, shuffle=False)
-    for _ in range(2):
-        for real, noise in batches:
-            step(real, noise)
-    results = {f"generator {k}": v for k, v in trained(generator).items()}
-    return results | trained(discriminator)
 
 
 def batchnorm_and_dropout():

@@ -73,8 +73,9 @@ def draws():
         makers["generator"] = lambda: (
             tf.data.Dataset.from_generator(shuffling, output_signature=spec).apply(sized).batch(BATCH)
         )
-    for run in ("first", "again", "other seeds"):
-        for kind, make in makers.items() if run != "other seeds" else [("sequence", makers["sequence"])]:
+    again = [kind for kind in ("sequence", "dataset") if kind in makers]
+    for run, kinds in {"first": makers, "again": again, "other seeds": ["sequence"]}.items():
+        for kind in kinds:
             keras.utils.clear_session()
             keras.utils.set_random_seed(7)
             if run == "other seeds":
@@ -87,7 +88,7 @@ def draws():
             after = []
             for _ in range(2):
                 with warnings.catch_warnings(record=True) as warned:
-                    model.fit(make(), batch_size=BATCH, epochs=2, verbose=0, callbacks=[recorder])
+                    model.fit(makers[kind](), batch_size=BATCH, epochs=2, verbose=0, callbacks=[recorder])
                 after += [random.random(), np.random.random(), float(keras.random.normal(()))]
             ids_of = np.concatenate([step["ids"] for step in recorder.steps])
             results[f"own/{run} {kind} ids"] = ids_of[ids_of >= 0]

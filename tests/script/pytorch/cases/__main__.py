@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -50,7 +49,6 @@ from tests.seconds import counted
 
 def main(folder: Path) -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)  # a hang is a failure, and says where it was
-    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     facts = {}
     for name, case in SAME_BITS.items():
         faulthandler.dump_traceback_later(SECONDS, exit=True)

@@ -243,7 +243,7 @@ ERRORS = {
     "unfit": "CheckpointError: it does not fit this model: Error",
     "missing": "CheckpointError: there is no checkpoint; .*none.ckpt",
     "parts clipped": r"CommunicationError: the ranks' shares .*: rank 1 has changed its gradients, and .* backward",
-    "parts joined": r"CommunicationError: the ranks' shares .*: forward with sync_batchnorm on rank 0, optimizer.step\(\)",
+    "parts joined": r"CommunicationError: the ranks' shares .*: forward with sync_batchnorm on rank 0, optimizer.step",
     "parts stepped": r"CommunicationError: the ranks' shares .*: backward\(\) on rank 0, the next batch on rank 1; ht",
 }
 

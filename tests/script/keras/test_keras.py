@@ -236,7 +236,7 @@ def test_layers_of_other_states_are_named(results, backend):
     assert len(messages) == 4 and not other["own/told"].size
     names = ["normalization", "discretization", *(["text_vectorization", "lookup"] if backend == "tensorflow" else [])]
     assert all(name in messages[0] for name in names)
-    assert all("normalization: ranks adapted" in x for x in messages[1:3])
+    assert all("normalization: ranks had adapted" in x for x in messages[1:3])
     assert messages[3].startswith("attributes of layers differ") and "scaled.factor" in messages[3]
 
 

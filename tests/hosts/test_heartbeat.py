@@ -15,7 +15,7 @@ import pytest
 
 from tests.hosts.network import Network
 from tests.hosts.test_hosts import BIN, ROOTED, words
-from tests.limits import SECONDS
+from tests.limits import SECONDS, until
 
 LIMIT = 10
 WAITS = pytest.mark.long("each waits for its limit; the rules have unit tests")
@@ -73,14 +73,7 @@ class Job:
         return self.process.returncode, [line for line in err.splitlines() if line.startswith("error")]
 
     def leaves_nothing(self) -> None:
-        ended(self.network)
-
-
-def ended(network: Network) -> None:
-    stop = time.monotonic() + SECONDS
-    while network.left() and time.monotonic() < stop:
-        time.sleep(0.2)
-    assert not network.left()
+        until(lambda: not self.network.left())
 
 
 def drop_large(host: str) -> None:
@@ -154,7 +147,7 @@ def test_all_ports_but_ssh_are_dropped_from_the_start(network, tmp_path, launche
         "horovodrun": "error: no connection to the starting host: 10.99.0.1, port ",
     }[launcher]
     assert done.returncode == 5 and len(errors) == 1 and errors[0].startswith(told), done.stderr
-    ended(network)  # MPI's daemon goes on trying for a while
+    until(lambda: not network.left())  # MPI's daemon goes on trying for a while
 
 
 @WAITS

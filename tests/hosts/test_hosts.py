@@ -24,7 +24,7 @@ from hvd_train.launch.ssh_starter import places
 from hvd_train.launch.start import command, environment
 from tests.command_lines import none_tells_a_secret
 from tests.hosts.network import Network
-from tests.limits import SECONDS
+from tests.limits import SECONDS, until
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -172,10 +172,7 @@ def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(network, tmp_path,
             os.killpg(job.pid, signal.SIGKILL)
     assert job.returncode == 5, err
     assert err.strip().splitlines()[-1].startswith(f"error: host {b} does not answer any more; --resume auto "), err
-    stop = time.monotonic() + SECONDS
-    while network.left() and time.monotonic() < stop:  # what was cut off learns of it when it is back
-        time.sleep(0.5)
-    assert not network.left()
+    until(lambda: not network.left())  # what was cut off learns of it when it is back
     saved = max(int(path.name[5:]) for path in (run / "checkpoints").glob("step-????????"))
     steps = f"max_steps={saved + 30}"
     done = network.run(
@@ -222,10 +219,7 @@ def test_signals_reach_the_ranks_of_other_hosts(network, sent):
         os.killpg(job.pid, signal.SIGKILL)  # the first host's rank: a shell does not see that its parent is gone
     job.communicate(timeout=SECONDS)
     assert job.returncode == (-sent if sent == signal.SIGKILL else 75)
-    stop = time.monotonic() + SECONDS
-    while network.left() and time.monotonic() < stop:
-        time.sleep(0.1)
-    assert not network.left()
+    until(lambda: not network.left())
 
 
 def test_a_host_that_is_not_there_is_one_line(network, tmp_path):

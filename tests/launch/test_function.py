@@ -17,7 +17,7 @@ import pytest
 
 import hvd_train
 from hvd_train.errors import CommunicationError, ConfigError, RankError
-from tests.limits import SECONDS
+from tests.limits import SECONDS, until
 
 
 @dataclass
@@ -31,10 +31,7 @@ def nothing_left(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert not list(tmp_path.glob("hvd-train-launch-*"))
-    stop = time.monotonic() + SECONDS
-    while any(str(tmp_path) in " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])):
-        assert time.monotonic() < stop
-        time.sleep(0.05)
+    until(lambda: not any(str(tmp_path) in " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])))
 
 
 def test_ranks_talk_and_give_back_in_their_order():

@@ -10,14 +10,13 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from hvd_train.launch import stub
-from tests.limits import SECONDS
+from tests.limits import SECONDS, until
 
 ROOT = Path(__file__).parents[2]
 SPARE = """
@@ -38,14 +37,6 @@ from hvd_train.launch.process import end_with_parent
 line = [sys.executable, "-c", {spare!r}, sys.argv[1], "pytorch", "auto", "2", "2", ""]
 subprocess.Popen(line, preexec_fn=end_with_parent).wait()
 """
-
-
-def until(ready):
-    stop = time.monotonic() + SECONDS
-    while not (found := ready()):
-        assert time.monotonic() < stop, "it does not come to that"
-        time.sleep(0.01)
-    return found
 
 
 @pytest.fixture

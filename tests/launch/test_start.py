@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from types import SimpleNamespace
 
 import psutil
@@ -18,7 +17,7 @@ from hvd_train.launch import launchers, start
 from hvd_train.launch.environment import CORES
 from hvd_train.launch.launchers import installed
 from hvd_train.launch.launchers.mpirun import Mpirun
-from tests.limits import SECONDS
+from tests.limits import SECONDS, until
 
 
 def test_many_more_ranks_than_cores_are_told(monkeypatch, capfd):
@@ -127,10 +126,7 @@ def test_a_rank_that_a_signal_ended_is_code_5(job, name):
 def test_nothing_of_the_job_is_left(job):
     line = ["sleep", f"600.{os.getpid()}"]  # no other test's
     assert job(f"{' '.join(line)} & exit 0") == 0
-    stop = time.monotonic() + SECONDS
-    while line in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]:
-        assert time.monotonic() < stop
-        time.sleep(0.05)
+    until(lambda: line not in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])])
 
 
 OUTER = """
@@ -163,10 +159,7 @@ def test_a_signal_ends_the_job(number, ranks, code):
     outer.send_signal(number)
     assert outer.wait(SECONDS) == code
     outer.stdout.close()
-    stop = time.monotonic() + SECONDS
-    while inner.is_running() and inner.status() != psutil.STATUS_ZOMBIE and time.monotonic() < stop:
-        time.sleep(0.05)
-    assert not inner.is_running() or inner.status() == psutil.STATUS_ZOMBIE
+    until(lambda: not inner.is_running() or inner.status() == psutil.STATUS_ZOMBIE)
 
 
 EARLY = """

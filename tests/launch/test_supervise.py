@@ -24,7 +24,7 @@ from hvd_train.launch.launchers.mpirun import Mpirun
 from hvd_train.launch.status import RankStatus, StatusTable
 from hvd_train.launch.supervise import _cause, _going_on, supervise
 from hvd_train.launch.watchdog import DEAD, Watchdog, state
-from tests.limits import SECONDS
+from tests.limits import SECONDS, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,10 +60,7 @@ def alive(pid):
 
 
 def gone(folder):
-    stop = time.monotonic() + SECONDS
-    while any(map(alive, pids(folder))) and time.monotonic() < stop:
-        time.sleep(0.02)
-    return not any(map(alive, pids(folder)))
+    return until(lambda: not any(map(alive, pids(folder))))
 
 
 def starts(folder, rank=0):
@@ -252,11 +249,9 @@ def watched(tmp_path):
         process.wait()
 
 
-def wait_for(paths):
-    stop = time.monotonic() + SECONDS
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < stop, "the ranks do not get there"
-        time.sleep(0.01)
+def both(folder, mark):
+    """Both ranks have got there."""
+    until(lambda: (folder / f"{mark}.0").exists() and (folder / f"{mark}.1").exists(), 0.01)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +259,7 @@ def wait_for(paths):
 )
 def test_a_signal_reaches_every_rank_and_their_code_comes_back(watched, tmp_path, number, code):
     job = watched([["step:1 save", "step:1 save"]])
-    wait_for([tmp_path / "ready.0", tmp_path / "ready.1"])
+    both(tmp_path, "ready")
     job.send_signal(number)
     assert job.wait(SECONDS) == code and gone(tmp_path)
     assert len(starts(tmp_path)) == 1, "who asked for the end wants no restart"
@@ -272,7 +267,7 @@ def test_a_signal_reaches_every_rank_and_their_code_comes_back(watched, tmp_path
 
 def test_before_the_first_step_a_signal_ends_all_at_once(watched, tmp_path):
     job = watched([["busy", "busy"]])
-    wait_for([tmp_path / "busy.0", tmp_path / "busy.1"])
+    both(tmp_path, "busy")
     job.send_signal(signal.SIGTERM)
     assert job.wait(SECONDS) == 75 and gone(tmp_path)
     assert (tmp_path / "left.0").exists() and (tmp_path / "left.1").exists(), "what a sudden end still does"
@@ -281,9 +276,9 @@ def test_before_the_first_step_a_signal_ends_all_at_once(watched, tmp_path):
 def test_the_second_signal_ends_all_at_once(watched, tmp_path):
     """Although their main threads are in native code, and would come back after ten minutes."""
     job = watched([["step:1 busy", "step:1 busy"]])
-    wait_for([tmp_path / "busy.0", tmp_path / "busy.1"])
+    both(tmp_path, "busy")
     job.send_signal(signal.SIGTERM)
-    wait_for([tmp_path / "asked.0", tmp_path / "asked.1"])
+    both(tmp_path, "asked")
     assert job.poll() is None and all(map(alive, pids(tmp_path)))
     job.send_signal(signal.SIGINT)
     assert job.wait(SECONDS) == 130 and gone(tmp_path)
@@ -293,14 +288,11 @@ def test_the_second_signal_ends_all_at_once(watched, tmp_path):
 def test_whoever_is_killed_no_rank_is_left(watched, tmp_path, who):
     plan = ["step:1 busy", "step:1 busy"], ["step:2 done", "step:2 done"]
     job = watched([list(part) for part in plan])
-    wait_for([tmp_path / "busy.0", tmp_path / "busy.1"])
+    both(tmp_path, "busy")
     first = pids(tmp_path)
     victim = job.pid if who == "watcher" else psutil.Process(first[0]).ppid()
     os.kill(victim, signal.SIGKILL)
-    stop = time.monotonic() + SECONDS
-    while any(map(alive, first)) and time.monotonic() < stop:
-        time.sleep(0.02)
-    assert not any(map(alive, first))
+    until(lambda: not any(map(alive, first)))
     assert job.wait(SECONDS) == (-9 if who == "watcher" else 0)
     assert len(starts(tmp_path)) == (1 if who == "watcher" else 2)
 

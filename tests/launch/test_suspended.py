@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hvd_train.launch.watchdog import state
-from tests.limits import SECONDS
+from tests.limits import SECONDS, until
 
 # A rank writes a byte every now and then, in a process of its own as well, until it is told to end.
 RANK = """
@@ -40,13 +40,6 @@ sys.exit(run([sys.executable, "-c", *sys.argv[1:]], os.environ, pathlib.Path(sys
 """
 
 
-def wait_for(what, *args) -> None:
-    stop = time.monotonic() + SECONDS
-    while not what(*args):
-        assert time.monotonic() < stop
-        time.sleep(0.05)
-
-
 def sizes(folder: Path) -> list[int]:
     return sorted(path.stat().st_size for path in folder.glob("*.count"))
 
@@ -57,12 +50,12 @@ def grow(folder: Path, before: list[int]) -> bool:
 
 def check_stop_and_go(folder: Path, processes: int, stop, go_on) -> None:
     """``stop`` and ``go_on`` act on a job that has ``processes`` counters in the folder."""
-    wait_for(lambda: len(sizes(folder)) == processes and min(sizes(folder)) > 0)
+    until(lambda: len(sizes(folder)) == processes and min(sizes(folder)) > 0)
     stop()
-    wait_for(lambda: (before := sizes(folder), time.sleep(0.5), before == sizes(folder))[2])
+    until(lambda: (before := sizes(folder), time.sleep(0.5), before == sizes(folder))[2])
     before = sizes(folder)
     go_on()
-    wait_for(grow, folder, before)
+    until(lambda: grow(folder, before))
     (folder / "end").touch()
 
 
@@ -80,7 +73,7 @@ def test_without_a_terminal(tmp_path, line, processes):
 
     def stop():
         job.send_signal(signal.SIGTSTP)
-        wait_for(lambda: state(job.pid) == "T")
+        until(lambda: state(job.pid) == "T")
 
     check_stop_and_go(tmp_path, processes, stop, lambda: job.send_signal(signal.SIGCONT))
     assert job.wait(SECONDS) == 0
@@ -106,7 +99,7 @@ def test_at_a_terminal(tmp_path):
 
     def stop():
         os.write(terminal, b"\x1a")
-        wait_for(lambda: b"Stopped" in shown)
+        until(lambda: b"Stopped" in shown)
 
     check_stop_and_go(tmp_path, 4, stop, lambda: os.write(terminal, b"fg\n"))
     os.write(terminal, b"exit\n")

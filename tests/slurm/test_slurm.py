@@ -22,7 +22,7 @@ from hvd_train.cli import guide
 from hvd_train.launch.start import command, environment
 from tests.command_lines import none_tells_a_secret
 from tests.hosts import network
-from tests.limits import SECONDS
+from tests.limits import SECONDS, until
 from tests.slurm.cluster import WHERE, Cluster
 
 ROOT = Path(__file__).parents[2]
@@ -298,9 +298,7 @@ def test_a_step_that_fit_starts_is_saved_at_a_signal(cluster, tmp_path, sent, co
     started = subprocess.Popen(
         line, cwd=cluster.folder, env=variables(cluster), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    stop = time.monotonic() + SECONDS
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and started.poll() is None and time.monotonic() < stop:
-        time.sleep(0.1)
+    until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() or started.poll() is not None)
     (own,) = psutil.Process(started.pid).children()
     own.send_signal(sent)
     try:
@@ -336,9 +334,7 @@ def test_a_lost_rank_ends_the_others(cluster, tmp_path):
     own = settings(tmp_path / "run")
     line = ["srun", *NODES, "-n", "2", "hvd-train", "fit", *own, "--set", "max_epochs=4000"]
     started = subprocess.Popen(line, env=variables(cluster), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    stop = time.monotonic() + SECONDS
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and started.poll() is None and time.monotonic() < stop:
-        time.sleep(0.1)
+    until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() or started.poll() is not None)
     rank = [p for p in cluster.steps() if "fit" in p.cmdline() and p.environ().get("SLURM_PROCID") == "1"]
     rank[-1].send_signal(signal.SIGKILL)
     out, err = started.communicate(timeout=SECONDS)
@@ -470,10 +466,7 @@ def test_submit_mistakes_are_one_line(cluster, tmp_path):
 def test_the_fixture_ends_what_it_started(cluster):
     """A job that runs for ever when the tests are done goes with them."""
     submit(cluster, cluster.folder, "--nodes", "2", "--", "sleep", "1000")
-    stop = time.monotonic() + SECONDS
-    while len([p for p in cluster.steps() if p.name() == "sleep"]) < 2:
-        assert time.monotonic() < stop
-        time.sleep(0.1)
+    until(lambda: len([p for p in cluster.steps() if p.name() == "sleep"]) >= 2)
     cluster.stop()
     assert cluster.steps() == []
     assert all(daemon.poll() is not None for daemon in cluster.daemons)

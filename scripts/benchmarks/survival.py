@@ -75,7 +75,6 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
             if part == "checks":
                 parts, sync = self.on if len(seconds) % 2 else self.off, trainer._sync
                 sync.turns, trainer.config, trainer.stop_source, sync._sync_all = parts
-                trainer.stragglers.pause()
 
         def on_step(self, trainer, info) -> None:
             self.k += 1

@@ -251,7 +251,8 @@ def test_overwrite_replaces_the_run_once_the_new_one_trains(made, tmp_path):
     steps = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert steps == ["step-00000003"]
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "summary.json", "mine.txt"}
+    files = {"config.yaml", "environment.json", "metrics.jsonl", "steps.jsonl", "summary.json"}
+    assert names == {"checkpoints", "mine.txt", *files}
 
 
 # ---- two at once

@@ -49,6 +49,10 @@ class LocalBackup(keras.callbacks.Callback):
         data = self._world.broadcast_bytes(collectively(self._world, self._read))
         tree: Tree = serialize.unpack(data) if data else {}
         if not tree:
+            # A backup within an epoch, or one that was copied without this file.
+            if not self._world.rank and any(self._path.parent.glob("*.weights.h5")):
+                what = f"{self._path} is missing: the outer momentum begins with zeros"
+                warnings.warn(f"{what}, and all ranks with rank 0's slots", stacklevel=2)
             return
         if tree[STEPS] != self._steps():
             if not self._world.rank:

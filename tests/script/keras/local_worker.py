@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -104,19 +105,25 @@ class Kill(keras.callbacks.Callback):
 
 
 def backups(folder: Path) -> dict[str, Any]:
-    """Three epochs in one go, and cut after two of them, with slots and the outer momentum."""
-    ends = []
-    for cut in (False, True):
-        model = begun(optimizer=keras.optimizers.Adam(LR))
-        saver = keras.callbacks.BackupAndRestore(folder / f"backup{hk.size()}", delete_checkpoint=not cut)
+    """Three epochs in one go, and cut after two of them, with slots and the outer momentum; and without their file."""
+    ends, caught = [], []
+    for case in ("whole", "cut", "lost"):
+        model, backup = begun(optimizer=keras.optimizers.Adam(LR)), folder / f"{case}{hk.size()}"
+        saver = keras.callbacks.BackupAndRestore(backup, delete_checkpoint=case == "whole")
         try:
-            fitted(model, epochs=3, callbacks=[saver, *([Kill()] if cut else [])])
+            fitted(model, epochs=3, callbacks=[saver, *([] if case == "whole" else [Kill()])])
         except Killed:
+            if case == "lost" and not hk.rank():
+                (backup / "local_training.safetensors").unlink()
             model = begun(optimizer=keras.optimizers.Adam(LR))
-            fitted(model, epochs=3, callbacks=[saver])
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                fitted(model, epochs=3, callbacks=[saver])
         ends.append(weights(model))
         hk.barrier()
-    return {"backup": ends[0] == ends[1], "moved": ends[0] != weights(begun())}
+    told = any("is missing: the outer momentum begins with zeros" in str(x.message) for x in caught)
+    moved = ends[0] != weights(begun())
+    return {"backup": ends[0] == ends[1], "moved": moved, "told": told == (hk.rank() == 0)}
 
 
 def by_batches(folder: Path) -> dict[str, Any]:

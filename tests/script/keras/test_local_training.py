@@ -98,7 +98,7 @@ def test_what_scores_and_saves_has_the_global_weights(worlds, world):
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_backup_goes_on_with_the_same_bits(worlds, world):
     for facts in worlds(world):
-        assert facts["backup"] and facts["moved"]
+        assert facts["backup"] and facts["moved"] and facts["told"]
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)

@@ -59,10 +59,12 @@ def commands():
 
 def parse(words):
     """The command line's own parser, without running the command."""
-    command, rest = cli, list(words)
+    command, rest, context = cli, list(words), None
     while isinstance(command, click.Group) and rest:
-        name, command, rest = command.resolve_command(command.make_context("", rest[:], resilient_parsing=True), rest)
-    return command.make_context(name, rest).params
+        # A command keeps the help options of the first context that it is in, so it needs its parents'.
+        context = command.make_context("", rest[:], context, resilient_parsing=True)
+        name, command, rest = command.resolve_command(context, rest)
+    return command.make_context(name, rest, context).params
 
 
 @pytest.mark.parametrize(("page", "line"), list(commands()))

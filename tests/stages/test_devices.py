@@ -45,8 +45,8 @@ def test_a_run_on_devices_is_one_of_one_device(tmp_path, framework):
     of_run = ("--run-dir", str(run), "--trust")
     scores = [command("eval", *of_run, "--set", f"{DEVICES}={count}") for count in (1, 2)]
     assert scores[0] == scores[1] and scores[0][0] == 0 and '"samples": 359' in scores[0][1], scores
-    code, text = command("predict", *of_run, "--set", f"{DEVICES}=2", "-o", str(tmp_path / "out.csv"))
-    assert code == 0 and (tmp_path / "out.csv").exists(), text
+    code, text = command("predict", *of_run, "--set", f"{DEVICES}=2", "-o", str(tmp_path / "out.npy"))
+    assert code == 0 and (tmp_path / "out.npy").exists(), text
     to = "pytorch" if framework == "pytorch" else "keras"
     code, text = command("export", *of_run, "--set", f"{DEVICES}=2", "--to", to)
     assert code == 0, text

@@ -18,7 +18,7 @@ BRIEF_SECONDS = 2.0  # an epoch that is shorter shows no shares
 
 
 def shown(spent: Sequence[Sequence[int]], stages: int = 1) -> np.ndarray:
-    """Return the seconds of each rank for each part of SHOWN, (ranks, parts), from its nanoseconds for PARTS.
+    """Convert each rank's nanoseconds in PARTS to its seconds in SHOWN, (ranks, parts).
 
     The rank that waits least for transfers is the slowest, and its wait is what the exchange itself costs. What another
     rank waits longer, it waits for the slowest. With pipeline stages this holds among the ranks of a stage: rank =

@@ -102,7 +102,7 @@ def check_path(config: DataConfig) -> None:
 
 
 def _check_vocabulary(config: DataConfig, vocabulary: str, of_run: str) -> None:
-    """Refuse text with other token ids than the run's ("" for data without text, or a run that saved none)."""
+    """Raise DataError if the text's token ids differ from the run's. A vocabulary is "" if there is none to compare."""
     if vocabulary and of_run and json.loads(vocabulary) != json.loads(of_run):
         what = "the text is numbered by another vocabulary than the run's, with other token ids"
         if config.name == "packed":

@@ -41,7 +41,7 @@ class HostNews:
 
     @property
     def lost(self) -> str:
-        """Return the ranks that were lost first, with their hosts; empty if none was."""
+        """Return the first ranks that were lost, with their hosts; "" if none was lost."""
         return ", ".join(self.last.get("lost", []))
 
     def wait(self, child: subprocess.Popen) -> None:

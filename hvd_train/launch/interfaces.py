@@ -14,7 +14,7 @@ def _all() -> Iterator[tuple[str, str]]:
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """Return (name, address) of each interface to other hosts."""
+    """Return (name, address) of each interface except loopback."""
     return [(name, address) for name, address in _all() if not address.startswith("127.")]
 
 

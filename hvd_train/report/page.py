@@ -260,5 +260,5 @@ def _value(value: object) -> str:
 
 
 def _text(value: object) -> str:
-    """Escape text of a run folder, which may be another user's."""
+    """Escape text from a run folder, which another user may have written."""
     return html.escape(printable(str(value)))

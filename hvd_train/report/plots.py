@@ -269,7 +269,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def svg(make: Callable[[], Any], title: str) -> str:
-    """Return the figure that ``make`` makes as an SVG element: text as text, in the colour of the page around it."""
+    """Return the figure of ``make`` as an SVG element. Its text stays text, in the colour of the page."""
     from matplotlib import pyplot, rc_context
 
     colored = ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color", "grid.color")

@@ -16,6 +16,12 @@ from hvd_train import files
 from hvd_train.run_folder import safe_reading
 
 NAME = "steps.jsonl"
+# What the rows of each event must have.
+NUMBERS = {
+    "start": ("time", "step", "began"),
+    "steps": ("time", "step", "counted"),
+    "saved": ("time", "step", "counted"),
+}
 LEVEL_BYTES = 1 << 20  # after each of these, the file gets only every second of the windows that it got before
 FLUSH_SECONDS = 10.0
 MAX_BYTES, MAX_LINE_BYTES = 1 << 30, 1 << 24
@@ -74,8 +80,8 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
         while line := stream.readline(MAX_LINE_BYTES):
             with suppress(ValueError):
                 row = safe_reading.parsed(line)
-                needed = ("time", "step", "began" if row.get("event") == "start" else "counted")
-                if all(safe_reading.number(row.get(name)) for name in needed):
+                needed = NUMBERS.get(str(row.get("event")), ())
+                if needed and all(safe_reading.number(row.get(name)) for name in needed):
                     rows.append(row)
     return rows
 

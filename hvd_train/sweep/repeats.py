@@ -131,7 +131,7 @@ def shown(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
 
 
 def cells(values: Mapping[str, Any]) -> list[Any]:
-    """Return the values of a trial for a table: numbers and words as they are, others as JSON."""
+    """Return a trial's values as table cells: numbers and strings unchanged, others as JSON."""
     return [x if isinstance(x, int | float | str) else json.dumps(x) for x in values.values()]
 
 

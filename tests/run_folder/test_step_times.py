@@ -77,7 +77,15 @@ def test_the_larger_the_file_the_fewer_windows_it_gets(tmp_path, monkeypatch):
     assert read(tmp_path)[-1]["of_windows"] >= 16
 
 
-@pytest.mark.parametrize("tail", [b'{"time": 1, "event": "st', b'{"event": "start"}\n', b"[1]\n", b"\0\0\0\n", b"{}\n"])
+# Lines that are cut short, that are no row, and rows without an event or with one that is unknown.
+DAMAGED = [b'{"time": 1, "event": "st', b'{"event": "start"}\n', b"[1]\n", b"\0\0\0\n", b"{}\n"]
+DAMAGED += [
+    b'{"time": 950, "step": 9, "counted": 7}\n',
+    b'{"event": ["start"], "time": 950, "step": 9, "counted": 7}\n',
+]
+
+
+@pytest.mark.parametrize("tail", DAMAGED)
 def test_a_damaged_line_is_left_out_and_loses_no_other(tmp_path, clock, tail):
     times = StepTimes(tmp_path, 900.0, 0)
     times.saved(20, 80.0)

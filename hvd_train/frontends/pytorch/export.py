@@ -76,7 +76,7 @@ def _arguments(example: dict[str, torch.Tensor]) -> tuple[tuple, dict[str, torch
 
 @contextmanager
 def _exporter(kind: str, trained: Trained, errors: type[Exception] | tuple[type[Exception], ...]) -> Iterator[None]:
-    """Hide an exporter's progress and its warnings of missing packages; explain that it rejects the model."""
+    """Hide an exporter's progress and its warnings about missing packages. Its errors name the model."""
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
@@ -90,7 +90,7 @@ def _exporter(kind: str, trained: Trained, errors: type[Exception] | tuple[type[
 
 @torch.no_grad()
 def to_torch_export(trained: Trained) -> Exported:
-    """Export a program with its weights, for any batch size; ``torch.export.load`` needs no code of the model."""
+    """Export the model and its weights for any batch size; ``torch.export.load`` works without the model's code."""
     model, _, _, example = _model(trained, trained.dtype)
     outputs, buffer = shapes(_output(model, example)), io.BytesIO()
     args, kwargs, dynamic = _arguments(example)

@@ -132,7 +132,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 class NamedTransfers:
-    """The communicator of one model, with a prefix of its own in the names of transfers."""
+    """A communicator for one model: it prefixes the names of transfers with the model's number."""
 
     def __init__(self, communicator: Communicator, number: int) -> None:
         self._communicator, self._number, self.size = communicator, number, communicator.size

@@ -29,6 +29,7 @@ COMMANDS = {
     "record": "verify.record",
     "export": "export.export",
     "compare": "compare.compare",
+    "explain": "explain.explain",
     "report": "report.report",
     "sync": "sync.sync",
     "watch": "watch.watch",

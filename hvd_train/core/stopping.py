@@ -13,6 +13,7 @@ from hvd_train.core.callbacks.straggler_log import watch_stragglers
 from hvd_train.core.callbacks.time_log import TimeLog
 from hvd_train.core.control_sync import ControlSync
 from hvd_train.core.hooks import Epoch, Hook, StepInfo
+from hvd_train.core.process_usage import ProcessUsage, place
 from hvd_train.core.saving import Saver
 from hvd_train.core.training import Training
 from hvd_train.errors import Interrupted
@@ -32,6 +33,7 @@ class StopSync(Hook):
         self.request_sync: Callable[[], None] | None = None  # in async mode, where ranks do not sync by the clock
         self.turns = ControlSync(training.communicator)  # steps
         self.signal = 0
+        self._usage = ProcessUsage()
 
     def on_step_end(self, trainer: Training, info: StepInfo) -> None:
         if info.due.sync:
@@ -51,7 +53,7 @@ class StopSync(Hook):
 
     def _sync_all(self, reason: str) -> None:
         training = self._training
-        rows = self._sync(self.turns, reason, self._saver.writer.outcome(), training.time.window())
+        rows = self._sync(self.turns, reason, self._saver.writer.outcome(), self.window())
         reasons = [row[0] for row in rows if row[0]]
         if reasons:
             training.progress.stopped, training.stop_reason = True, ""
@@ -64,10 +66,17 @@ class StopSync(Hook):
 
     def last(self, training: Training) -> dict[str, float]:
         """Exchange the time since the last sync at the end of the training; return the summary of times."""
-        parts = training.communicator.allgather_bytes(json.dumps(training.time.window()).encode(), "time")
+        parts = training.communicator.allgather_bytes(json.dumps(self.window()).encode(), "time")
         self._time_log.add(training, [json.loads(part) for part in parts])
         self._time_log.write(training)
         return self._time_log.summary(training)
+
+    def window(self) -> list[Any]:
+        """Return the time since the last sync (``TimeAccount.window``), and what the system knows of this rank."""
+        return [
+            *self._training.time.window(),
+            {"usage": self._usage.read(), "place": place(), "sync": self.turns.fastest},
+        ]
 
     def _sync(self, turns: ControlSync, reason: str, outcome: str | None, window: list[Any] | None) -> list[Any]:
         """Return [reason to stop, signal, outcome of a write, window of time] of each rank."""

@@ -1,1 +1,1 @@
-"""What measured times say: laws, factors and predictions. No framework, no files of its own."""
+"""What measured times say: where the time goes, laws of scaling, predictions. It knows no framework."""

@@ -19,6 +19,7 @@ NAME = "steps.jsonl"
 # What the rows of each event must have.
 NUMBERS = {
     "start": ("time", "step", "began"),
+    "ranks": ("time", "step"),
     "steps": ("time", "step", "counted"),
     "saved": ("time", "step", "counted"),
 }
@@ -42,6 +43,10 @@ class StepTimes:
         self._rows = ["\n"] if self._size else []  # the last line may be cut short
         self._add({"event": "start", "began": began, "step": step})
         self.flush()
+
+    def ranks(self, row: Mapping[str, Any]) -> None:
+        """Add a row for where the ranks are."""
+        self._add({"event": "ranks", **row})
 
     def window(self, row: Mapping[str, Any]) -> None:
         """Add a window of steps, or leave it out: the larger the file, the more are left out."""
@@ -96,7 +101,7 @@ def _earlier(rows: Sequence[Mapping[str, Any]], began: float, step: int) -> tupl
         if row["event"] == "start":
             if not spans or abs(row["began"] - spans[-1][0]) > SAME_START:
                 spans.append([row["began"], row["time"]])
-        elif row["step"] <= step:
+        elif "counted" in row and row["step"] <= step:
             counted = row["counted"]
         if spans:
             spans[-1][1] = row["time"]

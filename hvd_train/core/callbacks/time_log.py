@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.core.process_usage import USAGE
 from hvd_train.core.shares import COUNTED, SHOWN, shown, worth_a_look
 from hvd_train.core.time_account import cell_steps
 from hvd_train.core.training import Training
@@ -28,13 +29,15 @@ class TimeLog:
         self._row_steps, self._skipped, self._memory = 0.0, 0, 0
         self._written = time.monotonic()
         self.counted = 0.0
+        self._placed = False  # whether the log knows where the ranks are
         self._at_saves = {0: 0.0}  # ``counted`` at the newest checkpoints
 
     def add(self, training: Training, windows: Sequence[list[Any]]) -> None:
-        """Add the windows of all ranks (``TimeAccount.window``), in rank order."""
+        """Add the windows of all ranks, in rank order (``StopSync.window``)."""
         p, links = training.progress, training.groups.links
-        steps, spent, memory, cells = zip(*windows, strict=True)
-        seconds = shown(spent, links.size if links else 1)
+        steps, spent, memory, cells, process = zip(*windows, strict=True)
+        stages = links.size if links else 1
+        seconds = shown(spent, stages)
         self._row, self._epoch, self._all = self._row + seconds, self._epoch + seconds, self._all + seconds
         taken = float(np.mean(steps))
         self._row_steps, self._memory = self._row_steps + taken, max(memory)
@@ -44,6 +47,15 @@ class TimeLog:
         window = {"epoch": p.epoch + 1, "step": p.step, "steps": max(steps), "counted": round(self.counted, 6)}
         window |= {"seconds": dict(zip(SHOWN, np.round(self._all.T, 4).tolist(), strict=True))}
         window |= {"cell_steps": cell_steps(max(steps)), "cells": cells}
+        usage = [one["usage"] for one in process]
+        window |= {"usage": dict(zip(USAGE, zip(*usage, strict=True), strict=True))}
+        window |= {"sync": round(min(one["sync"] for one in process), 6)}
+        if not self._placed and taken:
+            hosts, cores = zip(*(one["place"] for one in process), strict=True)
+            size = sum(spec.nbytes for spec in training.frontend.specs())
+            placed = {"hosts": hosts, "cores": cores, "stages": stages, "gradient_bytes": size}
+            training.log.ranks(placed | {"step": p.step})
+            self._placed = True
         if taken:
             training.log.steps(window)
         if time.monotonic() - self._written >= ROW_SECONDS:

@@ -1,0 +1,316 @@
+"""What makes a training slow: each finding with its evidence, a cure, and what the cure would give by replay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvd_train.errors import amount
+from hvd_train.insight.recorded_steps import RecordedSteps
+from hvd_train.insight.replay import Replay
+
+STEPS = ("input", "compute", "exchange", "wait", "bubble", "rest")  # the parts of SHOWN that are within steps
+WORTH = 1.05  # a finding is told from this gain on
+# The shares of the time that checkpoints and evaluations may take.
+SAVE_SHARE, EVALUATE_SHARE = 0.05, 0.1
+SAVE_FROM, EVALUATE_FROM = 0.1, 0.25  # from which they are told
+QUEUED = 0.15  # of the time that a rank's threads could run, they waited for a core
+FAULTS = 100.0  # page faults a second that read from a disk
+SHORT_STEP = 0.003  # seconds
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``cause``: one word or a few. ``evidence``: a sentence. ``cure``: what to do.
+
+    ``gain``: how many times as fast the run would be, None: not known. ``at_most``: it is an upper bound.
+    """
+
+    cause: str
+    evidence: str
+    cure: str
+    gain: float | None
+    at_most: bool = False
+
+    @property
+    def gain_words(self) -> str:
+        if self.gain is None:
+            return ""
+        return f"{'at most ' * self.at_most}{self.gain:.2f} times as fast"
+
+
+class Case:
+    """A run to explain. ``config``: {key with dots: value}. ``environment``: of rank 0; both may lack anything.
+
+    ``seconds``: of the run from the end of its first step, the mean over ranks.
+    """
+
+    def __init__(self, recorded: RecordedSteps, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+        self.recorded, self.config, self.environment = recorded, config, environment
+        self.replay = Replay(recorded)
+        self.in_steps = float(np.mean(recorded.total(*STEPS)))
+        self.seconds = self.in_steps + self.part("save", "evaluate")
+        self.step = self.replay.seconds / float(recorded.weights @ recorded.steps)
+        every_step = self.setting("exchange.mode", "allreduce") in ("allreduce", "delayed", "partial")
+        self.in_lockstep = recorded.ranks > 1 and recorded.stages == 1 and every_step
+
+    def setting(self, key: str, otherwise: Any) -> Any:
+        value = self.config.get(key)
+        return otherwise if value is None else value
+
+    def whole(self, key: str, otherwise: int) -> int:
+        """Return the whole number of a key; the file may be somebody else's."""
+        value = self.config.get(key)
+        return value if isinstance(value, int) and value > 0 else otherwise
+
+    def part(self, *names: str) -> float:
+        """Return the seconds of these parts, the mean over ranks."""
+        return float(np.mean(self.recorded.total(*names)))
+
+    def share(self, seconds: float) -> str:
+        return f"{seconds / self.seconds:.0%}"
+
+    def gain(self, **changes: Any) -> float:
+        """Return how many times as fast the run is if its steps have other terms (``Replay.with_changes``)."""
+        return self.without(self.in_steps * (1 - self.replay.with_changes(**changes) / self.replay.seconds))
+
+    def without(self, seconds: float) -> float:
+        """Return how many times as fast the run is without these seconds."""
+        return self.seconds / max(self.seconds - seconds, 1e-9)
+
+    def of_rank(self, values: np.ndarray) -> np.ndarray:
+        """Return the sum of (cells, ranks) over all steps, (ranks,)."""
+        total: np.ndarray = self.recorded.weights @ values
+        return total
+
+    def per_step(self, seconds: np.ndarray) -> np.ndarray:
+        """Return ``seconds`` (cells, ...) as milliseconds a step, the mean over all steps."""
+        mean: np.ndarray = 1000 * (self.recorded.weights @ seconds) / (self.recorded.weights @ self.recorded.steps)
+        return mean
+
+    def name(self, rank: int) -> str:
+        """Return the words for a rank, with its host if there are several."""
+        hosts = self.recorded.hosts
+        return f"rank {rank}" + (f" (host {hosts[rank]})" if len(set(hosts)) > 1 else "")
+
+    def queued_share(self) -> np.ndarray | None:
+        """Return the share of the time that each rank's threads could run in which no core was free; (ranks,)."""
+        queued, ran = (self.recorded.usage.get(name, ()) for name in ("queued", "cpu"))
+        if not queued or None in queued or None in ran:
+            return None
+        waited, used = np.array(queued, dtype=float), np.array(ran, dtype=float)
+        shares: np.ndarray = waited / np.maximum(waited + used, 1e-9)
+        return shares
+
+
+def findings(case: Case) -> list[Finding]:
+    """Return what was found, worst first."""
+    found = [one for rule in RULES for one in rule(case)]
+    worth = [one for one in found if one.gain is None or one.gain >= WORTH]
+    return sorted(worth, key=lambda one: -(one.gain or 1.0))
+
+
+def _slow_input(case: Case) -> Iterator[Finding]:
+    """All ranks wait for input; or one of them does."""
+    input, r = case.replay.input, case.recorded
+    rank = _outlier(case, input)
+    if rank is not None:
+        mine, others = case.per_step(input)[rank], np.median(np.delete(case.per_step(input), rank))
+        evidence = f"{case.name(rank)} waits {mine:,.1f} ms for the input of a step, the others {others:,.1f} ms"
+        cure = f"look at the disk, the network file system and the cores of {case.name(rank)}"
+        yield Finding("input of one rank", evidence, cure, case.gain(input=case.replay.as_others(input, rank)))
+    common = input if rank is None else np.delete(input, rank, axis=1)
+    seconds = float(np.median(r.weights @ common))
+    if seconds <= 0:
+        return
+    left = np.zeros_like(input)
+    if rank is not None:
+        left[:, rank] = np.maximum(input[:, rank] - np.median(common, axis=1), 0)
+    workers = case.whole("data.workers", 1)
+    # The loader is busy all the time, and a step takes as long as its share of a batch's preparation.
+    fast = case.replay.with_changes(input=left) / case.replay.seconds
+    needed = workers * 2
+    while needed < 64 and workers / needed > fast:
+        needed *= 2
+    read = [x for x in r.usage.get("read_mb", ()) if x is not None]
+    speed = sum(read) / case.seconds if read else 0.0
+    disk = f"; {speed:,.0f} MB/s came from disks" if speed >= 1 else ""
+    evidence = f"ranks wait for input {case.share(seconds)} of the time, with data.workers: {workers}{disk}"
+    cure = f"data.workers: {needed}, if cores are free for them; otherwise pack the data once (hvd-train data pack)"
+    yield Finding("input", evidence, cure, case.gain(input=left))
+
+
+def _slow_rank(case: Case) -> Iterator[Finding]:
+    """One rank computes longer than the others."""
+    compute, r = case.replay.compute, case.recorded
+    rank = _outlier(case, compute)
+    if rank is None:
+        return
+    mine, others = case.per_step(compute)[rank], np.median(np.delete(case.per_step(compute), rank))
+    evidence = f"{case.name(rank)} computes {mine:,.1f} ms a step, the others {others:,.1f} ms"
+    cure = f"hvd-train doctor there; a slower core, GPU or host: leave it out; a hook that only {case.name(rank)} runs"
+    queued = case.queued_share()
+    if queued is not None and queued[rank] >= QUEUED and queued[rank] >= 2 * np.median(np.delete(queued, rank)):
+        evidence += f"; in {queued[rank]:.0%} of the time that it could run, no core was free"
+        cure = f"end other programs on the cores of {case.name(rank)}, or bind each rank to cores of its own"
+    elif r.cores and len(r.cores[rank]) < min(len(one) for k, one in enumerate(r.cores) if k != rank):
+        evidence += f"; it has {amount(len(r.cores[rank]), 'core')}, fewer than the others"
+        cure = "give each rank as many cores"
+    yield Finding("slow rank", evidence, cure, case.gain(compute=case.replay.as_others(compute, rank)))
+
+
+def _outlier(case: Case, values: np.ndarray) -> int | None:
+    """Return the rank that has so much more than the others that equal values would be worth it, or None."""
+    if not case.in_lockstep:
+        return None
+    sums = case.of_rank(values)
+    rank = int(sums.argmax())
+    others = np.delete(sums, rank)
+    apart = sums[rank] - others.max() > 2 * (others.max() - others.min())
+    own = case.replay.own
+    changed = own - values + case.replay.as_others(values, rank)
+    saved = case.recorded.weights @ (own.max(axis=1) - changed.max(axis=1))
+    return rank if apart and saved / case.replay.seconds > 1 - 1 / WORTH else None
+
+
+def _cores(case: Case) -> Iterator[Finding]:
+    """Ranks, or other programs, share cores; or cores are not used."""
+    r, queued = case.recorded, case.queued_share()
+    if not r.cores or not all(r.cores):
+        return
+    threads = case.environment.get("threads")
+    threads = threads if isinstance(threads, int) and threads > 0 else 1
+    crowded = None
+    for host in dict.fromkeys(r.hosts):
+        ranks = [k for k in range(r.ranks) if r.hosts[k] == host]
+        cores = {core for k in ranks for core in r.cores[k]}
+        if len(cores) < len(ranks):
+            crowded = f"{len(ranks)} ranks share {amount(len(cores), 'core')} of {host}"
+        elif len(cores) >= 2 * threads * len(ranks) and case.environment.get("device", "cpu") == "cpu":
+            possible = len(cores) // len(ranks)
+            compute = case.replay.compute.copy()
+            compute[:, ranks] *= threads / possible
+            evidence = f"{amount(len(ranks), 'rank')} with {amount(threads, 'thread')} on {len(cores)} cores of {host}"
+            cure = f"threads: {possible}, or more ranks; 'hvd-train scale' measures both"
+            yield Finding("unused cores", evidence, cure, case.gain(compute=compute), at_most=True)
+            break
+    if queued is None:
+        return
+    if crowded or (np.median(queued) >= QUEUED and _outlier(case, case.replay.compute) is None):
+        evidence = crowded or "other programs use the cores of these ranks"
+        evidence += f"; in {np.median(queued):.0%} of the time that a rank could run, no core was free"
+        cure = "a core for each rank: fewer ranks, or ask for more cores" if crowded else "cores of your own"
+        yield Finding("shared cores", evidence, cure, case.gain(compute=case.replay.compute * (1 - queued)))
+
+
+def _exchange(case: Case) -> Iterator[Finding]:
+    """Transfers that nothing hides."""
+    r, exchange = case.recorded, case.replay.exchange
+    if r.ranks == 1 or r.stages > 1:
+        return
+    # What an exchange of few bytes takes, as the ranks do at each sync.
+    least = np.minimum(exchange, (r.sync or 0.0) * r.steps)
+    taken = float(case.per_step(exchange))
+    size = r.gradient_bytes
+    bytes_words = f" for {size / 1e6:,.1f} MB of gradients" if size else ""
+    on_one_host = len(set(r.hosts)) <= 1
+    where = "one host" if on_one_host else f"{len(set(r.hosts))} hosts"
+    evidence = f"a step of {1000 * case.step:,.1f} ms waits {taken:,.1f} ms for transfers between ranks on {where}"
+    compression = case.setting("exchange.compression", "none")
+    if on_one_host:
+        cure = "fewer ranks with more threads, or a larger batch_size"
+    else:
+        cure = "a faster network interface (hvd-train doctor names them); exchange.compression, exchange.mode: outer"
+    if compression not in ("none", "auto"):
+        cure = f"exchange.compression is {compression}; compare with none ('hvd-train modes'); " + cure
+    yield Finding("exchange", evidence + bytes_words, cure, case.gain(exchange=least), at_most=True)
+
+
+def _short_steps(case: Case) -> Iterator[Finding]:
+    """What does not depend on the size of a batch takes much of a step."""
+    if case.step >= SHORT_STEP:
+        return
+    batch = case.config.get("batch_size")
+    size = f" (batch_size: {batch})" if isinstance(batch, int) else ""
+    replay = case.replay
+    half = case.gain(exchange=replay.exchange / 2, rest=replay.rest / 2)
+    fixed = float(case.per_step(replay.exchange) + case.per_step(replay.rest).max())
+    evidence = f"a step takes {1000 * case.step:,.2f} ms{size}, {fixed:,.2f} ms of it for each batch, however small"
+    cure = "a batch twice as large, with a learning rate to match"
+    yield Finding("small batches", evidence, cure, half)
+
+
+def _rest(case: Case) -> Iterator[Finding]:
+    """Hooks and the log."""
+    seconds = case.of_rank(case.replay.rest)
+    rank = int(seconds.argmax())
+    hooks = case.setting("hooks", ())
+    every = case.whole("log_every_n_steps", 50)
+    who = "rank 0, which writes the log," if rank == 0 and case.recorded.ranks > 1 else case.name(rank)
+    taken = case.per_step(case.replay.rest)[rank]
+    evidence = f"{who} spends {taken:,.1f} ms a step in hooks and the log, with log_every_n_steps: {every}"
+    cure = f"log_every_n_steps: {10 * every}; the run folder on a fast disk"
+    cure = f"look at the hooks ({', '.join(map(str, hooks))}); {cure}" if hooks else cure
+    yield Finding("hooks and log", evidence, cure, case.gain(rest=0.0))
+
+
+def _uneven_work(case: Case) -> Iterator[Finding]:
+    """Each step has another slowest rank."""
+    if not case.in_lockstep or _outlier(case, case.replay.compute) is not None:
+        return
+    compute = case.replay.compute
+    even = np.broadcast_to(compute.mean(axis=1, keepdims=True), compute.shape)
+    slowest, mean = case.per_step(compute.max(axis=1)), case.per_step(compute.mean(axis=1))
+    evidence = f"the slowest rank of a step, another one each time, computes {slowest:,.1f} ms, the mean {mean:,.1f} ms"
+    cure = "samples of similar length in a batch (data.lengths), or equal work for each sample"
+    yield Finding("uneven work", evidence, cure, case.gain(compute=even), at_most=True)
+
+
+def _too_often(case: Case) -> Iterator[Finding]:
+    """Checkpoints and evaluations."""
+    by_steps = case.whole("checkpoint.every_n_steps", 0)
+    key = "checkpoint.every_n_steps" if by_steps else "checkpoint.every_n_epochs"
+    for name, part, now, key, share, enough in (
+        ("checkpoints", "save", by_steps or case.whole(key, 1), key, SAVE_FROM, SAVE_SHARE),
+        ("evaluations", "evaluate", case.whole("check_val_every_n_epoch", 1), "check_val_every_n_epoch",
+         EVALUATE_FROM, EVALUATE_SHARE),
+    ):  # fmt: skip
+        seconds = case.part(part)
+        if seconds < share * case.seconds:
+            continue
+        others = case.seconds - seconds
+        times = math.ceil(seconds * (1 - enough) / (enough * others)) if others > 0 else 10
+        times = min(times, 100)
+        evidence = f"{name} take {case.share(seconds)} of the time, with {key}: {now}"
+        slow = "; a faster disk" if part == "save" else "; or limit_val_batches"
+        yield Finding(name, evidence, f"{key}: {times * now}{slow}", case.without(seconds * (1 - 1 / times)))
+
+
+def _stages(case: Case) -> Iterator[Finding]:
+    """Stages of a pipeline wait for one another: (p - 1) / (m + p - 1) of the time, with m micro-batches."""
+    p, seconds = case.recorded.stages, case.part("bubble")
+    if p == 1 or seconds <= 0:
+        return
+    m = case.whole("parallel.microbatches", p)
+    fewer = (p - 1) / (2 * m + p - 1) / ((p - 1) / (m + p - 1))
+    evidence = f"stages wait for one another {case.share(seconds)} of the time, with parallel.microbatches: {m}"
+    cure = f"parallel.microbatches: {2 * m}"
+    yield Finding("pipeline", evidence, cure, case.without(seconds * (1 - fewer)))
+
+
+def _memory(case: Case) -> Iterator[Finding]:
+    """Pages that are read from a disk again and again."""
+    for rank, faults in enumerate(case.recorded.usage.get("faults", ())):
+        if faults is not None and faults / case.seconds >= FAULTS:
+            evidence = f"{case.name(rank)} reads {faults / case.seconds:,.0f} pages a second from a disk, or from swap"
+            yield Finding("memory", evidence, "more memory a rank, fewer ranks a host, or smaller data", None)
+            return
+
+
+RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
+    _slow_input, _slow_rank, _cores, _exchange, _short_steps, _rest, _uneven_work, _too_often, _stages, _memory,
+)  # fmt: skip

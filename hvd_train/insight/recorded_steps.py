@@ -1,0 +1,132 @@
+"""The steps that a run folder has recorded (``steps.jsonl``), as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_train.core.shares import SHOWN
+from hvd_train.core.time_account import CELLS, IN_CELL
+from hvd_train.errors import ConfigError
+from hvd_train.run_folder import safe_reading, step_times
+
+FIX = "train with this version of hvd_train; steps.jsonl is written about every second"
+
+
+@dataclass(frozen=True)
+class RecordedSteps:
+    """The last start of a run that recorded steps.
+
+    Cells are consecutive steps. ``seconds``: (cells, ranks, parts) of ``IN_CELL``: input, compute, waiting, rest.
+    ``steps``: (cells,). ``weights``: (cells,), how many cells each stands for, since some were not written. ``spent``:
+    (ranks, parts) of ``SHOWN``, seconds since this start. ``windows``: the rows of the file.
+
+    ``hosts``, ``cores``: of each rank, () if unknown. ``usage``: {figure of USAGE: one for each rank, or None}.
+    ``stages``: of the pipeline; rank = replica x stages + stage. ``sync``: seconds of the fastest sync, or None.
+    """
+
+    seconds: np.ndarray
+    steps: np.ndarray
+    weights: np.ndarray
+    spent: np.ndarray
+    windows: Sequence[Mapping[str, Any]]
+    hosts: tuple[str, ...]
+    cores: tuple[tuple[int, ...], ...]
+    usage: Mapping[str, tuple[float | None, ...]]
+    stages: int
+    gradient_bytes: int | None
+    sync: float | None
+
+    @property
+    def ranks(self) -> int:
+        return self.seconds.shape[1]
+
+    @property
+    def step_seconds(self) -> np.ndarray:
+        """Return the seconds of a step, (cells,): the mean over ranks, and over the steps of a cell."""
+        mean: np.ndarray = self.seconds.sum(axis=2).mean(axis=1) / self.steps
+        return mean
+
+    def total(self, *parts: str) -> np.ndarray:
+        """Return the seconds of each rank in these parts of ``SHOWN``, together; (ranks,)."""
+        total: np.ndarray = self.spent[:, [SHOWN.index(part) for part in parts]].sum(axis=1)
+        return total
+
+
+def read(run_dir: Path, after_step: int = 0) -> RecordedSteps:
+    """Read a run folder. ``after_step``: leave out the steps up to it, as a warm-up.
+
+    Raises ConfigError if no steps are recorded.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError("there is no such run folder", where=str(run_dir))
+    starts: list[list[dict[str, Any]]] = [[]]
+    for row in step_times.read(run_dir):
+        if row["event"] == "start":
+            starts.append([])
+        starts[-1].append(row)
+    for rows in reversed(starts):
+        found = [(row, cells) for row in rows if row["step"] > after_step and (cells := cells_of(row)) is not None]
+        found = [(row, cells) for row, cells in found if cells[1].shape[1] == found[-1][1][1].shape[1]]
+        if found:
+            return _recorded(found, next((row for row in rows if row["event"] == "ranks"), {}))
+    raise ConfigError(f"no steps are recorded in {step_times.NAME}", where=str(run_dir), fix=FIX)
+
+
+def cells_of(row: Mapping[str, Any]) -> tuple[list[int], np.ndarray] | None:
+    """Return the number of steps of each cell of a window, and the seconds, (cells, ranks, parts).
+
+    Where ranks do not wait for one another, they differ in their steps, and all of a window is one cell. None: this is
+    no window, or it is damaged.
+    """
+    try:
+        if row["event"] != "steps":
+            return None
+        steps, size, cells, seconds = row["steps"], row["cell_steps"], row["cells"], row["seconds"]
+        parts, ranks = len(IN_CELL), len(cells)
+        numbers = [x for one in (*cells, *seconds.values()) for x in one]
+        lengths = {len(values) for values in seconds.values()}
+        if not (ranks and steps > 0 and lengths == {ranks} and all(map(safe_reading.number, numbers))):
+            return None
+        of_cells = [min(size, steps - k) for k in range(0, min(steps, CELLS * size), size)]
+        if any(len(one) != len(of_cells) * parts for one in cells):
+            of_cells, cells = [steps], [np.sum(np.reshape(one, (-1, parts)), axis=0) for one in cells]
+        table = np.array(cells, dtype=float).reshape(ranks, -1, parts) / 1e6
+        return of_cells, table.swapaxes(0, 1)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _recorded(found: Sequence[tuple[Mapping[str, Any], Any]], placed: Mapping[str, Any]) -> RecordedSteps:
+    windows, tables = zip(*found, strict=True)
+    last, ranks = windows[-1], tables[-1][1].shape[1]
+    of_windows = [row["of_windows"] if safe_reading.number(row.get("of_windows")) else 1 for row in windows]
+    spent = [last["seconds"].get(name, [0.0] * ranks) for name in SHOWN]
+    hosts, cores = placed.get("hosts"), placed.get("cores")
+    known = isinstance(hosts, list) and isinstance(cores, list) and len(hosts) == len(cores) == ranks
+    usage = last.get("usage") if isinstance(last.get("usage"), dict) else {}
+    stages, size = placed.get("stages"), placed.get("gradient_bytes")
+    syncs = [row["sync"] for row in windows if safe_reading.number(row.get("sync")) and row["sync"] > 0]
+    return RecordedSteps(
+        seconds=np.concatenate([table for _, table in tables]),
+        steps=np.array([n for of_cells, _ in tables for n in of_cells], dtype=float),
+        weights=np.repeat(np.array(of_windows, dtype=float), [len(of_cells) for of_cells, _ in tables]),
+        spent=np.array(spent, dtype=float).T,
+        windows=windows,
+        hosts=tuple(map(str, hosts)) if known else (),
+        cores=tuple(tuple(one) if isinstance(one, list) else () for one in cores) if known else (),
+        usage={name: _of_ranks(values, ranks) for name, values in usage.items()},
+        stages=stages if isinstance(stages, int) and stages > 0 and ranks % stages == 0 else 1,
+        gradient_bytes=size if safe_reading.number(size) else None,
+        sync=min(syncs, default=None),
+    )
+
+
+def _of_ranks(values: object, ranks: int) -> tuple[float | None, ...]:
+    if not isinstance(values, list) or len(values) != ranks:
+        return (None,) * ranks
+    return tuple(x if safe_reading.number(x) else None for x in values)

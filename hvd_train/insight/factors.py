@@ -20,8 +20,8 @@ class Factors:
     """Each from 0 to 1; 1 is the best. A factor that is not known is None.
 
     ``load_balance``: computing of the mean rank, of that of the rank with most. ``serialization``: that of the rank
-    with most, of the sum of the slowest rank's in each cell of steps. ``preparation``: this, of the steps without exchange:
-    input, hooks and log are lost. ``transfer``: the steps without exchange, of the steps.
+    with most, of the sum of the slowest rank's in each cell of steps. ``preparation``: this, of the steps without
+    exchange: input, hooks and log are lost. ``transfer``: the steps without exchange, of the steps.
     """
 
     load_balance: float

@@ -273,9 +273,9 @@ def _uneven_work(case: Case) -> Iterator[Finding]:
 def _too_often(case: Case) -> Iterator[Finding]:
     """Checkpoints and evaluations."""
     by_steps = case.whole("checkpoint.every_n_steps", 0)
-    key = "checkpoint.every_n_steps" if by_steps else "checkpoint.every_n_epochs"
+    saving = "checkpoint.every_n_steps" if by_steps else "checkpoint.every_n_epochs"
     for name, part, now, key, share, enough in (
-        ("checkpoints", "save", by_steps or case.whole(key, 1), key, SAVE_FROM, SAVE_SHARE),
+        ("checkpoints", "save", by_steps or case.whole(saving, 1), saving, SAVE_FROM, SAVE_SHARE),
         ("evaluations", "evaluate", case.whole("check_val_every_n_epoch", 1), "check_val_every_n_epoch",
          EVALUATE_FROM, EVALUATE_SHARE),
     ):  # fmt: skip

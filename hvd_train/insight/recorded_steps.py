@@ -106,8 +106,9 @@ def _recorded(found: Sequence[tuple[Mapping[str, Any], Any]], placed: Mapping[st
     last, ranks = windows[-1], tables[-1][1].shape[1]
     of_windows = [row["of_windows"] if safe_reading.number(row.get("of_windows")) else 1 for row in windows]
     spent = [last["seconds"].get(name, [0.0] * ranks) for name in SHOWN]
-    hosts, cores = placed.get("hosts"), placed.get("cores")
-    known = isinstance(hosts, list) and isinstance(cores, list) and len(hosts) == len(cores) == ranks
+    hosts, cores = (value if isinstance(value, list) else [] for value in (placed.get("hosts"), placed.get("cores")))
+    if not len(hosts) == len(cores) == ranks:
+        hosts, cores = [], []
     usage = last.get("usage") if isinstance(last.get("usage"), dict) else {}
     stages, size = placed.get("stages"), placed.get("gradient_bytes")
     syncs = [row["sync"] for row in windows if safe_reading.number(row.get("sync")) and row["sync"] > 0]
@@ -117,11 +118,11 @@ def _recorded(found: Sequence[tuple[Mapping[str, Any], Any]], placed: Mapping[st
         weights=np.repeat(np.array(of_windows, dtype=float), [len(of_cells) for of_cells, _ in tables]),
         spent=np.array(spent, dtype=float).T,
         windows=windows,
-        hosts=tuple(map(str, hosts)) if known else (),
-        cores=tuple(tuple(one) if isinstance(one, list) else () for one in cores) if known else (),
+        hosts=tuple(map(str, hosts)),
+        cores=tuple(tuple(one) if isinstance(one, list) else () for one in cores),
         usage={name: _of_ranks(values, ranks) for name, values in usage.items()},
         stages=stages if isinstance(stages, int) and stages > 0 and ranks % stages == 0 else 1,
-        gradient_bytes=size if safe_reading.number(size) else None,
+        gradient_bytes=size if isinstance(size, int) else None,
         sync=min(syncs, default=None),
     )
 

@@ -44,7 +44,7 @@ class Replay:
         rest: np.ndarray | float | None = None,
         exchange: np.ndarray | float | None = None,
     ) -> float:
-        """Return the seconds of all steps with other terms, (cells, ranks); the exchange (cells,). None: as recorded."""
+        """Return the seconds of all steps with other terms, (cells, ranks); exchange (cells,). None: recorded."""
         pairs = ((input, self.input), (compute, self.compute), (rest, self.rest))
         own = sum(recorded if changed is None else changed for changed, recorded in pairs)
         longest = np.broadcast_to(own, self.input.shape).max(axis=1)

@@ -137,7 +137,9 @@ def test_steps_that_were_skipped_or_rolled_back_do_not_count():
     """A window of 10 steps of 2 seconds each, in which 3 were skipped; after it a checkpoint, and two windows more."""
     progress = Progress()
     training = SimpleNamespace(progress=progress, groups=SimpleNamespace(links=None), log=NullLog())
-    window = [10, [4 * 10**9, 14 * 10**9, 10**9, 10**9, 0, 0, 2 * 10**9, 0], 1 << 20, []]
+    training.frontend = SimpleNamespace(specs=list)
+    process = {"usage": [0.0] * 4, "place": ["host", [0]], "sync": 0.0}
+    window = [10, [4 * 10**9, 14 * 10**9, 10**9, 10**9, 0, 0, 2 * 10**9, 0], 1 << 20, [], process]
     log = TimeLog(2)
     log.add(training, [window, window])
     assert log.counted == 20

@@ -38,7 +38,8 @@ class ControlSync:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._turns = self._left = 1
+        self._turns = self._left = 1  # iterations of an interval; those of it that are left
+        self._timed = 0  # iterations since ``_since``
         self._more = 0  # iterations by which a sync may be postponed
         self._cost = 0.0  # seconds of the fastest sync so far: the slower ones waited for a rank
         self._since = time.monotonic()
@@ -50,7 +51,7 @@ class ControlSync:
 
     def begin(self) -> None:
         """Begin the loop, or continue it after an interruption whose time does not count."""
-        self._turns, self._since = self._left, time.monotonic()
+        self._timed, self._since = 0, time.monotonic()
 
     def due(self, in_flight: bool = False) -> bool:
         """Return whether the ranks sync now. Called after each iteration, on all ranks.
@@ -58,23 +59,26 @@ class ControlSync:
         ``in_flight``: whether another transfer is in flight, the same on all ranks.
         """
         self._left -= 1
+        self._timed += 1
         return self._left <= (-self._more if in_flight else 0)
 
     def sync(self, report: Any) -> list[Any]:
-        """Exchange the reports of all ranks, in rank order. Called on all ranks when ``due``, or earlier."""
-        turns = self._turns - self._left
+        """Exchange the reports of all ranks, in rank order. Called on all ranks when ``due``, or earlier.
+
+        The interval goes on if it is not over: at a log line after each step it would never end.
+        """
         began = time.monotonic()
-        seconds = (began - self._since) / max(turns, 1)  # of an iteration
+        seconds = (began - self._since) / max(self._timed, 1)  # of an iteration
         text = json.dumps([seconds, self._cost, report]).ljust(REPORT_BYTES)
         parts = self._communicator.allgather_bytes(text.encode(), "sync")
         self._cost = min(self._cost or math.inf, time.monotonic() - began)
         rows = [json.loads(part) for part in parts]
-        if turns:
+        if self._left <= 0:
             # Rank 0's times, not this rank's: the interval must be the same on all ranks, or they hang.
             seconds, cost, _ = rows[0]
             most = min(MOST_SECONDS, MPI_SECONDS) if self._communicator.mpi else MOST_SECONDS
             span = min(max(SECONDS, cost / SHARE), most)
             self._turns = self._left = max(1, min(2 * self._turns, round(span / max(seconds, 1e-9))))
             self._more = max(0, int(most / max(seconds, 1e-9)) - self._turns)
-            self._since = time.monotonic()
+            self.begin()
         return [report for *_, report in rows]

@@ -112,7 +112,7 @@ class AsyncSteps:
     def due(self, at_end: bool) -> StepActions:
         if self._met:
             return self._rules.due(self._training.progress.step, at_end, sync=True)._replace(log=True)
-        return StepActions(False, False, False, log=self._rules.log(self._parts), check=False, sync=False)
+        return StepActions(False, False, False, log=self._rules.log(self._parts), check=False, sync=False, times=False)
 
     def request_sync(self) -> None:
         """Sync after the global batch whose part was taken last."""

@@ -145,7 +145,7 @@ class Saver(Hook):
         snapshot = collectively(training.communicator, lambda: store.load(Path(path)) if first else None)
         train_state.restore(training, snapshot)
         # Weights, optimizer state and loss scale are the checkpoint's, but not the position in the data.
-        self._time_log.rolled_back(training.progress.step)
+        self._time_log.rolled_back(training.progress.step, training.time.steps)
         p.loss_scale, p.good_steps, training.progress = training.progress.loss_scale, 0, p
         self._loss_log.discard()
         self._saved, self._metrics = False, {}

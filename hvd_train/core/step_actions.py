@@ -16,6 +16,7 @@ class StepActions(NamedTuple):
     log: bool
     check: bool  # of the weights
     sync: bool  # the ranks agree on signals and requests to stop
+    times: bool  # and exchange their times, which costs more
 
 
 class StepRules:
@@ -55,4 +56,4 @@ class StepRules:
         self._line_owed = self._line_owed and not log
         check = looks or bool(self._check_every and step % self._check_every == 0)
         # A request to stop takes effect at a log line, because the end of a run must not depend on clocks.
-        return StepActions(last, save, snapshot, log, check, sync or log)
+        return StepActions(last, save, snapshot, log, check, sync or log, sync or looks)

@@ -38,7 +38,7 @@ class StopSync(Hook):
     def on_step_end(self, trainer: Training, info: StepInfo) -> None:
         if info.due.sync:
             # A request to stop waits for a log line, because the end of a run must not depend on clocks.
-            self._sync_all(trainer.stop_reason if info.due.log else "")
+            self._sync_all(trainer.stop_reason if info.due.log else "", info.due.times or self._time_log.lost)
         elif self.request_sync and (trainer.stop_reason or self._request()):
             self.request_sync()
         # Before a checkpoint of this step, which must include it.
@@ -51,16 +51,18 @@ class StopSync(Hook):
         """Agree only on signals: no hook is called within an evaluation, and an interrupted run repeats it."""
         self._sync(turns, "", None, None)
 
-    def _sync_all(self, reason: str) -> None:
+    def _sync_all(self, reason: str, times: bool = True) -> None:
         training = self._training
-        rows = self._sync(self.turns, reason, self._saver.writer.outcome(), self.window())
+        window = self.window() if times else None
+        rows = self._sync(self.turns, reason, self._saver.writer.outcome(), window)
         reasons = [row[0] for row in rows if row[0]]
         if reasons:
             training.progress.stopped, training.stop_reason = True, ""
             training.log.message(reasons[0])
-        windows = [row[3] for row in rows]
-        self._time_log.add(training, windows)
-        watch_stragglers(training, windows)
+        if times:
+            windows = [row[3] for row in rows]
+            self._time_log.add(training, windows)
+            watch_stragglers(training, windows)
         if rows[0][2] is not None:  # only rank 0 writes
             self._saver.written(rows[0][2])
 

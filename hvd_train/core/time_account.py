@@ -45,7 +45,7 @@ class TimeAccount:
         self._ran = False  # whether the first step has
         self._since, self._counter, self._stages = clock(), waited(False), bubble() if bubble else 0.0
         self._spent = [0] * len(PARTS)  # of this window
-        self._steps = self._open = 0  # of this window; those of them that are in no segment yet
+        self.steps = self._open = 0  # of this window; those of them that are in no segment yet
         # (steps, time of each part in IN_CELL): consecutive steps of this window, which ran in one call or are short
         self._segments: list[tuple[int, ...]] = []
         self._cut = self._since  # when the last one ended
@@ -91,7 +91,7 @@ class TimeAccount:
         self._ran = self._ran or not queued
         if not self._started:
             return now
-        self._steps += steps
+        self.steps += steps
         self._open += steps
         if not queued and now - self._cut >= SEGMENT_NS:
             self._end_segment()
@@ -120,10 +120,10 @@ class TimeAccount:
         called when no step is queued.
         """
         self.enter(self._part, fresh=True)
-        if self._steps:
+        if self.steps:
             self._end_segment()  # the hooks of the last step
-        result = [self._steps, self._spent, resident_bytes(), cells(self._segments, self._steps)]
-        self._spent, self._steps, self._open = [0] * len(PARTS), 0, 0
+        result = [self.steps, self._spent, resident_bytes(), cells(self._segments, self.steps)]
+        self._spent, self.steps, self._open = [0] * len(PARTS), 0, 0
         self._segments, self._in_segments = [], [0] * len(IN_CELL)
         return result
 

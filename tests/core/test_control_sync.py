@@ -243,6 +243,16 @@ def test_syncs_are_a_span_of_time_apart(clock):
     assert len(synced) - before >= 3
 
 
+def test_log_lines_after_each_step_do_not_postpone_the_syncs_by_the_clock(clock):
+    sync, synced = ControlSync(Serial()), []
+    for turn in range(1, 200):
+        clock[0] += 0.01
+        if sync.due():
+            synced.append(turn)
+        sync.sync(None)
+    assert synced[:5] == [1, 3, 7, 15, 31] and {b - a for a, b in zip(synced[6:], synced[7:], strict=False)} <= {24, 25}
+
+
 def test_a_sync_does_not_wait_for_what_travels_unless_it_takes_long(clock):
     sync, synced = ControlSync(Serial()), []
     for turn in range(1, 1200):

@@ -111,6 +111,15 @@ def test_the_rows_add_up_to_the_run(tmp_path):
     assert times["effective"] == pytest.approx(windows[-1]["counted"] / times["allocation"], abs=2e-3)
 
 
+def test_a_log_line_after_each_step_does_not_exchange_times_after_each(tmp_path):
+    _, _, steps = run(2, config(max_epochs=30, log_every_n_steps=1, checkpoint={"every_n_epochs": 0}), tmp_path)
+    windows = [row["steps"] for row in steps if row["event"] == "steps"]
+    assert sum(windows) == 30 * 7 - 1
+    assert len(windows) < 100, "one of each epoch, and some by the clock"
+    lines = [row for row in metrics_file.read(tmp_path)[0] if row["event"] == "train"]
+    assert [row["step"] for row in lines] == list(range(1, 30 * 7 + 1))
+
+
 def test_what_was_lost_does_not_count(tmp_path):
     """Killed in step 13, after a checkpoint at step 10, and started again."""
 
@@ -151,9 +160,14 @@ def test_steps_that_were_skipped_or_rolled_back_do_not_count():
         progress.step = step
         log.add(training, [window, window])
     assert log.counted == 20 + 14 + 40
-    log.rolled_back(20)
-    assert log.counted == 20 + 14
-    log.rolled_back(0)
+    log.rolled_back(20, open_steps=0)
+    assert log.counted == 20 + 14 and not log.lost
+    log.rolled_back(20, open_steps=3)
+    assert log.lost
+    for counted in (0, 20):  # the window with the lost steps, and the next one
+        log.add(training, [window, window])
+        assert log.counted == 20 + 14 + counted
+    log.rolled_back(0, open_steps=0)
     assert log.counted == 0
 
 

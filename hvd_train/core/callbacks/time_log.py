@@ -21,6 +21,7 @@ class TimeLog:
     """Adds up the windows of all ranks, which each sync collects. Its sums are equal on all ranks.
 
     ``counted``: seconds of the steps that count so far, in this process. Steps that were skipped or rolled back do not.
+    ``lost``: whether the steps since the last window were rolled back.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -28,7 +29,7 @@ class TimeLog:
         self._row, self._epoch, self._all = zeros, zeros, zeros  # since the last row, in this epoch, in this process
         self._row_steps, self._skipped, self._memory = 0.0, 0, 0
         self._written = time.monotonic()
-        self.counted = 0.0
+        self.counted, self.lost = 0.0, False
         self._placed = False  # whether the log knows where the ranks are
         self._at_saves = {0: 0.0}  # ``counted`` at the newest checkpoints
 
@@ -43,7 +44,9 @@ class TimeLog:
         self._row_steps, self._memory = self._row_steps + taken, max(memory)
         skipped, self._skipped = p.skipped - self._skipped, p.skipped
         of_steps = seconds[:, [SHOWN.index(name) for name in COUNTED]].sum() / len(windows)
-        self.counted += float(of_steps) * max(0.0, 1 - skipped / taken) if taken else 0.0
+        if taken and not self.lost:
+            self.counted += float(of_steps) * max(0.0, 1 - skipped / taken)
+        self.lost = False
         window = {"epoch": p.epoch + 1, "step": p.step, "steps": max(steps), "counted": round(self.counted, 6)}
         window |= {"seconds": dict(zip(SHOWN, np.round(self._all.T, 4).tolist(), strict=True))}
         window |= {"cell_steps": cell_steps(max(steps)), "cells": cells}
@@ -86,9 +89,9 @@ class TimeLog:
         self._at_saves = {k: self._at_saves[k] for k in newest} | {training.progress.step: self.counted}
         training.log.steps_saved(training.progress.step, self.counted)
 
-    def rolled_back(self, step: int) -> None:
-        """Drop the steps after the checkpoint of ``step``."""
-        self.counted = self._at_saves.get(step, 0.0)
+    def rolled_back(self, step: int, open_steps: int) -> None:
+        """Drop the steps after the checkpoint of ``step``. ``open_steps``: those since the last window."""
+        self.counted, self.lost = self._at_saves.get(step, 0.0), open_steps > 0
 
     def summary(self, training: Training) -> dict[str, float]:
         """Return the ``time`` of ``summary.json``, equal on all ranks: seconds, as the mean over ranks."""

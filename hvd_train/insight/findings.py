@@ -19,6 +19,7 @@ WORTH = 1.05  # a finding is told from this gain on
 SAVE_SHARE, EVALUATE_SHARE = 0.05, 0.1
 SAVE_FROM, EVALUATE_FROM = 0.1, 0.25  # from which they are told
 QUEUED = 0.15  # of the time that a rank's threads could run, they waited for a core
+STEADY = 0.7  # of what a rank has more than the others in some steps, it has not less in other steps
 FAULTS = 100.0  # page faults a second that read from a disk
 SHORT_STEP = 0.003  # seconds
 
@@ -117,7 +118,8 @@ def findings(case: Case) -> list[Finding]:
 def _slow_input(case: Case) -> Iterator[Finding]:
     """All ranks wait for input; or one of them does."""
     input, r = case.replay.input, case.recorded
-    rank = _outlier(case, input)
+    # A loader goes on while its rank waits for another one, so equally slow ones differ.
+    rank = _outlier(case, input, times=2.0)
     if rank is not None:
         mine, others = case.per_step(input)[rank], np.median(np.delete(case.per_step(input), rank))
         evidence = f"{case.name(rank)} waits {mine:,.1f} ms for the input of a step, the others {others:,.1f} ms"
@@ -163,16 +165,22 @@ def _slow_rank(case: Case) -> Iterator[Finding]:
     yield Finding("slow rank", evidence, cure, case.gain(compute=case.replay.as_others(compute, rank)))
 
 
-def _outlier(case: Case, values: np.ndarray) -> int | None:
-    """Return the rank that has so much more than the others that equal values would be worth it, or None."""
+def _outlier(case: Case, values: np.ndarray, times: float = 1.0) -> int | None:
+    """Return the rank that has so much more than the others that equal values would be worth it, or None.
+
+    It has more than ``times`` as much as any other.
+    """
     if not case.in_lockstep:
         return None
     sums = case.of_rank(values)
     rank = int(sums.argmax())
     others = np.delete(sums, rank)
-    apart = sums[rank] - others.max() > 2 * (others.max() - others.min())
-    own = case.replay.own
-    changed = own - values + case.replay.as_others(values, rank)
+    apart = sums[rank] > max(times * others.max(), 3 * others.max() - 2 * others.min())
+    own, like_others = case.replay.own, case.replay.as_others(values, rank)
+    changed = own - values + like_others
+    # It is mostly slower, and not now and then as any rank may be.
+    more = case.recorded.weights @ (values - like_others)[:, rank]
+    apart = apart and sums[rank] - np.median(others) >= STEADY * more
     saved = case.recorded.weights @ (own.max(axis=1) - changed.max(axis=1))
     return rank if apart and saved / case.replay.seconds > 1 - 1 / WORTH else None
 
@@ -283,7 +291,7 @@ def _too_often(case: Case) -> Iterator[Finding]:
         if seconds < share * case.seconds:
             continue
         others = case.seconds - seconds
-        times = math.ceil(seconds * (1 - enough) / (enough * others)) if others > 0 else 10
+        times = math.ceil(round(seconds * (1 - enough) / (enough * others), 3)) if others > 0 else 10
         times = min(times, 100)
         evidence = f"{name} take {case.share(seconds)} of the time, with {key}: {now}"
         slow = "; a faster disk" if part == "save" else "; or limit_val_batches"

@@ -1,0 +1,257 @@
+"""``hvd-train explain`` on steps of which all is known: the factors, the findings, and that each gain is exact."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_train.errors import ConfigError
+from hvd_train.insight import recorded_steps, trace
+from hvd_train.insight.explain import case_of, explained
+from hvd_train.insight.factors import factors
+from hvd_train.insight.findings import findings
+from hvd_train.insight.replay import Replay
+from tests.insight.recorded import lockstep, write
+
+STEPS = 64
+
+
+def parts(ranks, seed=0, input=0.0001, compute=0.02, rest=0.0002, exchange=0.001):
+    """The times of a healthy run: (steps, ranks) each, the exchange (steps,); equal but for a few percent."""
+    random = np.random.default_rng(seed)
+    noise = random.uniform(0.99, 1.01, (3, STEPS, ranks))
+    of_ranks = (np.full((STEPS, ranks), x) * one for x, one in zip((input, compute, rest), noise, strict=True))
+    return [*of_ranks, np.full(STEPS, exchange)]
+
+
+def case(folder, values, config="", **options):
+    return case_of(write(folder, lockstep(*values), config, **options))
+
+
+def test_a_healthy_run_has_no_findings(tmp_path):
+    one = case(tmp_path, parts(4))
+    assert findings(one) == []
+    text = "\n".join(explained(one))
+    assert "4 ranks on 1 host" in text and "64 recorded steps" in text
+    short = "The steps took 1.4 seconds in all: too short to judge."
+    assert short in text and "Nothing was found" in text
+
+
+def slow_loader(values):
+    values[0] += 0.015
+
+
+def slow_loader_of_a_rank(values):
+    values[0][:, 1] += 0.015
+
+
+def slow_rank(values):
+    values[1][:, 1] += 0.012
+
+
+def slow_hook_of_rank_0(values):
+    values[2][:, 0] += 0.01
+
+
+def slow_log(values):
+    values[2] += 0.01
+
+
+def slow_link(values):
+    values[3] += 0.03
+
+
+def uneven(values):
+    random = np.random.default_rng(1)
+    values[1] += 0.01 * random.integers(0, 2, values[1].shape)
+
+
+FAULTS = {
+    slow_loader: ("input", {0: 0.0}),
+    slow_loader_of_a_rank: ("input of one rank", None),
+    slow_rank: ("slow rank", None),
+    slow_hook_of_rank_0: ("hooks and log", {2: 0.0}),
+    slow_log: ("hooks and log", {2: 0.0}),
+    slow_link: ("exchange", {3: 0.0002}),
+    uneven: ("uneven work", None),
+}
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_planted_fault_comes_first_and_its_gain_is_that_of_taking_it_away(tmp_path, plant, ranks):
+    cause, cured = FAULTS[plant]
+    values, without = parts(ranks), parts(ranks)
+    plant(values)
+    if cured:
+        for place, x in cured.items():
+            without[place] = np.full_like(without[place], x)
+    elif cause == "uneven work":
+        without[1] = np.broadcast_to(values[1].mean(axis=1, keepdims=True), values[1].shape)
+    one = case(tmp_path, values)
+    first = findings(one)[0]
+    real = lockstep(*values).sum() / lockstep(*without).sum()
+    assert first.cause == cause
+    assert first.gain == pytest.approx(real, rel=0.01)
+    assert f"{first.gain:.2f} times as fast" in "\n".join(explained(one))
+
+
+def test_a_rank_with_several_faults_has_several_findings(tmp_path):
+    values = parts(3)
+    slow_loader_of_a_rank(values), slow_link(values), slow_rank(values)
+    causes = [one.cause for one in findings(case(tmp_path, values))]
+    assert causes[0] == "exchange" and {"input of one rank", "slow rank"} <= set(causes)
+    gains = [one.gain for one in findings(case(tmp_path, values))]
+    assert gains == sorted(gains, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("part", "config", "cause", "cure", "rarer"),
+    [
+        ("save", "checkpoint: {every_n_steps: 5}", "checkpoints", "checkpoint.every_n_steps: 95", 19),
+        ("save", "", "checkpoints", "checkpoint.every_n_epochs: 19", 19),
+        ("evaluate", "check_val_every_n_epoch: 2", "evaluations", "check_val_every_n_epoch: 18", 9),
+    ],
+)
+def test_what_is_done_too_often(tmp_path, part, config, cause, cure, rarer):
+    """It takes as long as all steps: half of the time. The cure leaves a share of 5 % (10 % for evaluations)."""
+    values = parts(2)
+    total = lockstep(*values).sum() / 2
+    first = findings(case(tmp_path, values, config, **{part: total}))[0]
+    assert first.cause == cause and first.cure.startswith(cure)
+    assert first.gain == pytest.approx(2 / (1 + 1 / rarer), rel=0.01)
+
+
+def usage(**figures):
+    ranks = len(next(iter(figures.values())))
+    return {"cpu": [2.0] * ranks, "queued": [0.0] * ranks, "faults": [0] * ranks, "read_mb": [0.0] * ranks} | figures
+
+
+def test_what_the_operating_system_knows(tmp_path):
+    busy = parts(3)
+    slow_rank(busy)
+    other = case(tmp_path / "a", busy, usage=usage(queued=[0.0, 1.0, 0.0]))
+    assert "in 33% of the time that it could run, no core was free" in findings(other)[0].evidence
+    crowded = case(tmp_path / "b", parts(2), usage=usage(queued=[2.0, 2.0]), cores=[[0], [0]])
+    first = findings(crowded)[0]
+    assert first.cause == "shared cores" and "2 ranks share 1 core of one" in first.evidence
+    assert first.gain == pytest.approx(1.9, abs=0.1)
+    beside = findings(case(tmp_path / "c", parts(2), usage=usage(queued=[1.0, 1.0])))[0]
+    assert beside.cause == "shared cores" and "other programs use the cores" in beside.evidence
+    few = findings(case(tmp_path / "d", parts(1), cores=[list(range(8))]))[0]
+    assert few.cause == "unused cores" and few.at_most and "1 rank with 1 thread on 8 cores" in few.evidence
+    assert few.cure.startswith("threads: 8")
+    pages = findings(case(tmp_path / "e", parts(2), usage=usage(faults=[0, 9000])))[-1]
+    assert pages.cause == "memory" and pages.gain is None and "rank 1 reads" in pages.evidence
+    reads = parts(2)
+    slow_loader(reads)
+    disk = findings(case(tmp_path / "f", reads, usage=usage(read_mb=[500.0, 500.0])))[0]
+    assert re.search(r"; [\d,]+ MB/s came from disks", disk.evidence)
+
+
+def test_a_cure_for_the_loader_names_enough_workers(tmp_path):
+    values = parts(2)
+    values[0] += 0.1
+    first = findings(case(tmp_path, values, "data: {workers: 2}"))[0]
+    # A step of 121 ms would take 21 ms: six times as many workers, so eight times in powers of two.
+    assert first.cure.startswith("data.workers: 16,")
+
+
+def test_short_steps(tmp_path):
+    values = parts(2, compute=0.0005, exchange=0.0008)
+    found = {one.cause: one for one in findings(case(tmp_path, values, "batch_size: 4"))}
+    both = found["small batches"]
+    assert "(batch_size: 4)" in both.evidence
+    without = [values[0], values[1], values[2] / 2, values[3] / 2]
+    assert both.gain == pytest.approx(lockstep(*values).sum() / lockstep(*without).sum(), rel=0.01)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), ranks=st.integers(1, 5))
+def test_the_factors_multiply_to_the_efficiency_exactly(tmp_path_factory, seed, ranks):
+    random = np.random.default_rng(seed)
+    seconds = random.exponential(0.01, (16, ranks, 4))  # any times, also of ranks that do not wait for one another
+    recorded = recorded_steps.read(write(tmp_path_factory.mktemp("run"), seconds))
+    one, replay = factors(recorded), Replay(recorded)
+    taken = recorded.seconds.sum(axis=2).mean(axis=1).sum()
+    assert replay.seconds == pytest.approx(taken, rel=1e-12)
+    assert one.parallel == pytest.approx(recorded.seconds[:, :, 1].sum() / ranks / taken, rel=1e-12)
+    assert one.communication == pytest.approx(one.parallel / one.load_balance, rel=1e-12)
+    assert all(0 < x <= 1 + 1e-12 for x in (one.load_balance, one.serialization, one.preparation))
+
+
+def test_factors_of_known_runs(tmp_path):
+    """Two ranks that take 2 and 4 s of computing: in the same steps, and in turns; nothing else takes time."""
+    zero, steps = np.zeros((8, 2)), np.zeros(8)
+    uneven = factors(
+        recorded_steps.read(write(tmp_path / "a", lockstep(zero, np.tile([1.0, 2.0], (8, 1)), zero, steps)))
+    )
+    assert (uneven.load_balance, uneven.serialization, uneven.transfer) == pytest.approx((0.75, 1.0, 1.0))
+    turns = np.where(np.arange(8)[:, None] % 2 == np.arange(2), 1.0, 3.0)
+    taking = factors(recorded_steps.read(write(tmp_path / "b", lockstep(zero, turns, zero, steps + 1.0))))
+    assert (taking.load_balance, taking.serialization, taking.transfer) == pytest.approx((1.0, 2 / 3, 0.75))
+
+
+def test_a_timeline_has_each_cell_of_each_rank_once(tmp_path):
+    values = parts(2)
+    recorded = recorded_steps.read(write(tmp_path, lockstep(*values), save=0.1))
+    trace.write(recorded, tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert [one["args"]["name"] for one in events if one["ph"] == "M"] == ["rank 0 (one)", "rank 1 (one)"]
+    slices = [one for one in events if one["ph"] == "X"]
+    for rank in range(2):
+        mine = [one for one in slices if one["pid"] == rank]
+        compute = sum(one["dur"] for one in mine if one["name"] == "compute") / 1e6
+        assert compute == pytest.approx(values[1][:, rank].sum(), rel=1e-3)
+        ends = [one["ts"] + one["dur"] for one in mine]
+        assert all(one["ts"] >= end - 0.2 for one, end in zip(mine[1:], ends[:-1], strict=True))
+        assert min(one["ts"] for one in mine) >= -0.2
+        assert sum(one["name"] == "save" for one in mine) == STEPS / 8 - 1
+    last = max(one["ts"] + one["dur"] for one in slices) / 1e6
+    assert last == pytest.approx(lockstep(*values).sum() / 2 + 0.1 * 7 / 8, rel=0.02)
+
+
+def test_damaged_and_foreign_files(tmp_path):
+    with pytest.raises(ConfigError, match="no such run folder"):
+        recorded_steps.read(tmp_path / "none")
+    with pytest.raises(ConfigError, match="no steps are recorded"):
+        recorded_steps.read(tmp_path)
+    folder = write(tmp_path / "run", lockstep(*parts(2)))
+    whole = recorded_steps.read(folder)
+    rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    window = next(row for row in rows if row["event"] == "steps")
+    bad = [
+        {**window, "cells": [[1, 2, 3, 4]]}, {**window, "steps": 10**15, "cell_steps": 0}, {**window, "cells": "x"},
+        {**window, "seconds": {"input": [0.0]}}, {**window, "cells": []}, {**window, "cell_steps": None},
+    ]  # fmt: skip
+    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *bad]) + '{"event": "ste')
+    (folder / "config.yaml").write_text("[")
+    (folder / "environment.json").write_text("{")
+    read = recorded_steps.read(folder)
+    assert np.array_equal(read.seconds, whole.seconds)
+    assert list(explained(case_of(folder)))
+
+
+def test_ranks_that_do_not_wait_for_one_another_differ_in_their_steps(tmp_path):
+    folder = write(tmp_path, lockstep(*parts(2)))
+    rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["event"] == "steps":
+            row["cells"][1] = row["cells"][1][:-4]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recorded = recorded_steps.read(folder)
+    assert recorded.steps.tolist() == [8] * 8 and recorded.seconds.shape == (8, 2, 4)
+
+
+def test_the_last_start_with_as_many_ranks_counts(tmp_path):
+    write(tmp_path, lockstep(*parts(3)))
+    first = (tmp_path / "steps.jsonl").read_text()
+    write(tmp_path, lockstep(*parts(2)))
+    (tmp_path / "steps.jsonl").write_text(first + (tmp_path / "steps.jsonl").read_text())
+    assert recorded_steps.read(tmp_path).ranks == 2
+    assert recorded_steps.read(tmp_path, after_step=33).seconds.shape[0] == 32

@@ -20,6 +20,7 @@ COMMANDS = {
     "modes": "modes.modes",
     "measure": "modes.measure",
     "sweep": "sweep.sweep",
+    "scale": "scale.scale",
     "submit": "submit.submit",
     "ended": "submit.ended",
     "requeue": "submit.requeue",

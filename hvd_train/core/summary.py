@@ -21,6 +21,7 @@ def summary(training: Training) -> dict[str, Any]:
         **({"paused_at": p.epoch} if training.paused else {}),
         "steps": p.step,
         "train_samples": p.seen,
+        "steps_per_epoch": training.limit,
         **({"skipped_steps": p.skipped} if config.checks_gradients else {}),
         "val_samples": p.val.get("val_samples", 0),
         **numbers({f"train_{name}": p.train.get(f"train_{name}") for name in names}),

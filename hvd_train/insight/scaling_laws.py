@@ -66,7 +66,7 @@ class Fit:
         """Return the interval of ``sigma``, ``kappa`` or ``best``; None without repeats."""
         return _interval([getattr(one, quantity) for one in self.draws]) if self.draws else None
 
-    def band(self, ranks: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
+    def band(self, ranks: Any) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the interval of samples/s at each number of ranks, as (lower, upper) arrays; None without repeats."""
         if not self.draws:
             return None

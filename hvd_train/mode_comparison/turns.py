@@ -89,14 +89,18 @@ def folder_of(config: Config, shared: bool) -> Iterator[Path]:
 
 def trial(config: Config, way: Way, ranks: int, limits: Limits, run_dir: Path) -> Config:
     """Return the configuration of a short training that writes only its log. Raises ConfigError."""
-    data = way.keys(config, ranks)
-    data |= {"max_steps": limits.steps, "max_epochs": None, "early_stopping": None, "swa": None, "hooks": []}
+    data = way.keys(config, ranks) | {"hooks": [], "log_every_n_steps": max(limits.steps // LINES, 1)}
+    return short_training(data, limits.steps, run_dir)
+
+
+def short_training(data: dict[str, Any], steps: int, run_dir: Path) -> Config:
+    """Return the configuration ``data``, changed to a few steps that write only their log. Raises ConfigError."""
+    data = data | {"max_steps": steps, "max_epochs": None, "early_stopping": None, "swa": None}
     data |= {"tensorboard": False, "loggers": []}
-    data |= {"check_val_every_n_epoch": limits.steps, "limit_val_batches": 1, "run_dir": str(run_dir)}
-    data |= {"log_every_n_steps": max(limits.steps // LINES, 1)}
-    data["checkpoint"] |= {"every_n_epochs": 0, "every_n_steps": 0, "snapshot_every_n_steps": 0}
-    data["checkpoint"] |= {"save_top_k": 0, "save_last": False}
-    data["optim"] |= {"plateau": None}
+    data |= {"check_val_every_n_epoch": steps, "limit_val_batches": 1, "run_dir": str(run_dir)}
+    no_saves = {"every_n_epochs": 0, "every_n_steps": 0, "snapshot_every_n_steps": 0}
+    data["checkpoint"] = data["checkpoint"] | no_saves | {"save_top_k": 0, "save_last": False}
+    data["optim"] = data["optim"] | {"plateau": None}
     return load_config(base=data)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_train.launch import logged
@@ -38,9 +39,13 @@ def run(sweep: Sweep, num_proc: int | None, launcher: str) -> int:
 
 
 def _run(trial: Trial, until: int | None, num_proc: int | None, launcher: str) -> int:
+    words = ["--resume", "auto", *(["--until-epoch", str(until)] if until else [])]
+    return fit(trial, [*words, *(["-np", str(num_proc), "--launcher", launcher] if num_proc else [])])
+
+
+def fit(trial: Trial, words: Sequence[str]) -> int:
+    """Run ``hvd-train fit WORDS`` for a trial, with its output in the trial's folder. Returns the exit code."""
     run_dir = Path(trial.config.run_dir)
-    line = [*python("hvd_train"), "fit", "-c", str(run_dir / CONFIG), "--resume", "auto"]
-    line += ["--until-epoch", str(until)] if until else []
-    line += ["-np", str(num_proc), "--launcher", launcher] if num_proc else []
+    line = [*python("hvd_train"), "fit", "-c", str(run_dir / CONFIG), *words]
     env = environment() | {"HVD_TRAIN_TERMINAL": "0"}  # its output goes to a file
     return logged.run(line, env, run_dir / LOG)

@@ -1,0 +1,185 @@
+"""The measurements of a study: a point for each number of ranks, from all runs on disk, and the laws through them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from hvd_train.errors import amount, noun_and_names
+from hvd_train.insight.scaling_laws import AMDAHL, UNIVERSAL, Fit, fit, too_few
+from hvd_train.scaling.runs import Run, Training, read, read_training
+from hvd_train.scaling.study import Study
+from hvd_train.sweep.trials import Trial
+
+# Student's factor of a mean's 90 % interval, for 1, 2, ... degrees of freedom; from 16 on it is about NORMAL.
+STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
+NORMAL = 1.70
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured on a number of ranks. ``problem``: why a run failed. ``batch``: the global batch."""
+
+    ranks: int
+    batch: int
+    runs: Sequence[Run]
+    problem: str = ""
+    trainings: Mapping[int, Training] = field(default_factory=dict)  # by number
+
+    @property
+    def milliseconds(self) -> tuple[float, float]:
+        """Return the median and the 95th percentile of all steps of all runs."""
+        # Runs count alike, however many of their steps were timed.
+        parts = [np.quantile(one.milliseconds, [0.5, 0.95]) for one in self.runs]
+        middle, high = np.median(parts, axis=0)
+        return float(middle), float(high)
+
+    @property
+    def rate(self) -> float:
+        """Return samples/s, the median over runs."""
+        return median(one.rate for one in self.runs)
+
+    @property
+    def uncertainty(self) -> float | None:
+        """Return half the 90 % interval of a step's time, as a share of it; None for a single run."""
+        means = [float(one.milliseconds.mean()) for one in self.runs]
+        if len(means) < 2:
+            return None
+        spread = float(np.std(means, ddof=1)) / math.sqrt(len(means))
+        return (STUDENT + (NORMAL,))[min(len(means) - 2, len(STUDENT))] * spread / float(np.mean(means))
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Return the share of each part of a step, over all ranks and runs."""
+        sums: dict[str, float] = {}
+        for run in self.runs:
+            for name, seconds in run.parts.items():
+                sums[name] = sums.get(name, 0.0) + math.fsum(seconds)
+        total = math.fsum(sums.values())
+        return {name: x / total for name, x in sums.items()} if total else {}
+
+    @property
+    def crowded(self) -> bool:
+        """Return whether ranks share a core."""
+        return any(one.crowded for one in self.runs)
+
+    def to_target(self) -> tuple[float, float, int, int] | None:
+        """Return the medians of (samples, seconds) to the target, and how many trainings reached it, of how many.
+
+        A training that has ended without reaching it counts as later than all others. None if none has reached it in
+        the middle.
+        """
+        ended = [one for one in self.trainings.values() if one.ended or one.reached]
+        samples, seconds = (sorted(one.reached[k] if one.reached else math.inf for one in ended) for k in (0, 1))
+        if not ended or math.isinf(median(samples)):
+            return None
+        return median(samples), median(seconds), sum(one.reached is not None for one in ended), len(ended)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All points of a study, those without a run as well."""
+
+    study: Study
+    points: Sequence[Point]
+
+    @property
+    def known(self) -> list[Point]:
+        """Return the points that have a run."""
+        return [one for one in self.points if one.runs]
+
+    def speedup(self, one: Point) -> float:
+        """Return how many times as fast as the fewest ranks it is, times their number.
+
+        So the fewest ranks count as perfect, if that is not one rank.
+        """
+        first = self.known[0]
+        return first.ranks * one.rate / first.rate
+
+    def efficiency(self, one: Point) -> float:
+        return self.speedup(one) / one.ranks
+
+    def hours(self, one: Point) -> float:
+        """Return the hours of the configured training's steps; without start, evaluation and saving."""
+        config, run = self.study.config, one.runs[0]
+        epochs = (config.max_epochs or math.inf) * run.steps_per_epoch
+        # The same samples on all numbers of ranks.
+        steps = (config.max_steps or math.inf) * self.known[0].batch / one.batch
+        return min(epochs, steps) * median(float(x.milliseconds.mean()) for x in one.runs) / 3.6e6
+
+    def fits(self) -> tuple[list[Fit], list[str]]:
+        """Return the laws fitted to the points whose ranks have cores of their own, and notes about them."""
+        points = {one.ranks: [run.rate for run in one.runs] for one in self.known if not one.crowded}
+        found = [fit(points, name) for name in (AMDAHL, UNIVERSAL)]
+        notes = [note for name in (AMDAHL, UNIVERSAL) if (note := too_few(name, len(points)))]
+        return [one for one in found if one], notes
+
+    def notes(self) -> list[str]:
+        """Return sentences about points that are incomplete, or mean something else than they seem to."""
+        notes = [f"{amount(one.ranks, 'rank')}: {one.problem}" for one in self.points if one.problem]
+        missing = [one.ranks for one in self.points if not one.runs and not one.problem]
+        if missing:
+            notes.append(f"not measured yet: {noun_and_names('rank number', missing)}; --resume goes on")
+        crowded = [one.ranks for one in self.known if one.crowded]
+        if crowded:
+            notes.append(
+                f"*: on {' and '.join(map(str, crowded))} ranks some share a core; the laws leave these points out"
+            )
+        same = [one.ranks for one in self.known if not one.crowded and one.runs[0].cores == self.known[0].runs[0].cores]
+        if len(same) > 1:
+            numbers = " and ".join(map(str, same))
+            notes.append(
+                f"{numbers} ranks use the same number of cores, as fewer ranks have more threads; "
+                "--set threads=1 shows what more cores bring"
+            )
+        if target := self.study.target:
+            for one in self.points:
+                ended = [x for x in one.trainings.values() if x.ended]
+                never = [x for x in ended if not x.reached]
+                if never:
+                    best = (max if target.better == "max" else min)(x for run in never for *_, x in run.curve)
+                    notes.append(
+                        f"{amount(one.ranks, 'rank')}: {len(never)} of {amount(len(ended), 'training')} did not reach "
+                        f"{target} (best {best:.4g})"
+                    )
+        return notes
+
+
+def measured(study: Study) -> Measured:
+    """Read all runs of a study."""
+    points = []
+    for ranks in study.ranks:
+        runs: list[Run] = []
+        problems: list[str] = []
+        trainings: dict[int, Training] = {}
+        for number in study.numbers(ranks, "run"):
+            trial = study.short_run(ranks, number, study.steps or 1)
+            run = _read(study, trial, problems)
+            runs += [run] if run else []
+        if study.target:
+            for number in study.numbers(ranks, "seed"):
+                trial = study.training(ranks, number)
+                if (one := study.state(trial)).word == "failed":
+                    problems.append(f"seed {trial.config.seed}: {one.error}")
+                training = read_training(Path(trial.config.run_dir), study.target, study.batch(ranks))
+                trainings |= {number: training} if training else {}
+        points.append(Point(ranks, study.batch(ranks), runs, problems[0] if problems else "", trainings))
+    return Measured(study, points)
+
+
+def _read(study: Study, trial: Trial, problems: list[str]) -> Run | None:
+    state = study.state(trial)
+    if state.word == "failed":
+        problems.append(f"failed: {state.error}")
+    if state.word != "done":
+        return None
+    run = read(Path(trial.config.run_dir))
+    if run is None:
+        what = f"the run folder {trial.config.run_dir} is damaged"
+        problems.append(f"{what}; remove it, and --resume measures it again")
+    return run

@@ -1,0 +1,162 @@
+"""The results of a study: the tables of the terminal, results.csv, sentences about the laws, and the pictures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_train.core.shares import WORDS
+from hvd_train.errors import CheckpointError, ConfigError
+from hvd_train.files import put
+from hvd_train.insight.scaling_laws import AMDAHL, Fit
+from hvd_train.report.plots import write_figure
+from hvd_train.report.text_tables import table
+from hvd_train.scaling import pictures
+from hvd_train.scaling.points import Measured, Point
+from hvd_train.scaling.runs import OF_STEPS
+from hvd_train.scaling.study import WEAK
+
+CSV = "results.csv"
+
+
+def columns(measured: Measured, one: Point) -> dict[str, Any]:
+    """Return the values of a point by their names in results.csv; None: not known."""
+    row: dict[str, Any] = {"ranks": one.ranks, "global_batch": one.batch, "runs": len(one.runs)}
+    names = ["nodes", "cores", "crowded", "step_ms", "step_ms_p95", "step_ms_uncertainty", "samples_per_second"]
+    names += ["speedup", "efficiency", *(f"share_{name}" for name in OF_STEPS), "hours", "node_hours"]
+    row |= dict.fromkeys(names)
+    if one.runs:
+        middle, high = one.milliseconds
+        run, hours = one.runs[0], measured.hours(one)
+        row |= {"nodes": run.hosts, "cores": run.cores, "crowded": int(one.crowded), "step_ms": middle}
+        row |= {"step_ms_p95": high, "step_ms_uncertainty": one.uncertainty, "samples_per_second": one.rate}
+        row |= {"speedup": measured.speedup(one), "efficiency": measured.efficiency(one)}
+        row |= {f"share_{name}": x for name, x in one.shares.items()}
+        row |= {"hours": hours, "node_hours": hours * run.hosts}
+    if measured.study.target:
+        found = one.to_target()
+        names = ["samples_to_target", "seconds_to_target", "trainings_that_reached_it", "trainings"]
+        row |= dict(zip(names, found or (None,) * len(names), strict=True))
+    row["problem"] = one.problem
+    return row
+
+
+def csv_text(measured: Measured) -> str:
+    """Return results.csv."""
+    rows = [columns(measured, one) for one in measured.points]
+    text = io.StringIO()
+    csv.writer(text).writerows([[*rows[0]], *([*row.values()] for row in rows)])
+    return text.getvalue()
+
+
+def main_table(measured: Measured) -> tuple[list[str], list[list[str]]]:
+    """Return (header, rows) as text: times, speed-up and cost of each number of ranks."""
+    header = ["nodes", "ranks", "cores", "global batch", "step ms", "± 90 %", "p95 ms", "samples/s", "speed-up"]
+    header += ["efficiency", "hours", "node-hours", "runs"]
+    target = measured.study.target
+    header += [f"samples to {target}", "seconds to it"] if target else []
+    rows = []
+    for one in measured.points:
+        x = columns(measured, one)
+        row = [_shown(x["nodes"]), f"{one.ranks}{'*' * one.crowded}", _shown(x["cores"]), f"{one.batch:,}"]
+        row += [number(x["step_ms"]), percent(x["step_ms_uncertainty"], 1), number(x["step_ms_p95"])]
+        row += [_shown(x["samples_per_second"], ",.0f"), _shown(x["speedup"], ".2f"), percent(x["efficiency"])]
+        row += [number(x["hours"]), number(x["node_hours"]), str(len(one.runs))]
+        if target:
+            row += [_shown(x["samples_to_target"], ",.0f"), number(x["seconds_to_target"])]
+        rows.append(row)
+    return header, rows
+
+
+def shares_table(measured: Measured) -> tuple[list[str], list[list[str]]]:
+    """Return (header, rows) as text: the shares of a step's time."""
+    names = [name for name in OF_STEPS if any(one.shares.get(name, 0) >= 0.0005 for one in measured.known)]
+    rows = [[str(one.ranks), *(percent(one.shares.get(name), 1) for name in names)] for one in measured.known]
+    return ["ranks", *(WORDS.get(name, name) for name in names)], rows
+
+
+def number(value: float | None) -> str:
+    """Format a number with three digits; "-" if it is not known."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{100 * value:.{digits}f} %"
+
+
+def _shown(value: Any, form: str = "") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def law_sentences(fits: Sequence[Fit]) -> list[str]:
+    """Return a sentence for each law."""
+    sentences = []
+    for one in fits:
+        law = one.law
+        words = f"{one.name} law: sigma {_share(one, 'sigma')}"
+        words += "" if one.name == AMDAHL else f", kappa {_share(one, 'kappa')}"
+        if one.name != AMDAHL:
+            most = "more ranks are always faster" if math.isinf(law.best) else f"fastest on {law.best:.3g} ranks"
+            words += f": {most}{_range(one, 'best', '.3g')}"
+        elif law.sigma > 0:
+            words += f": at most {1 / law.sigma:.3g} times as fast as one rank"
+        sentences.append(f"{words}; off by at most {one.error:.1%}" if one.spare else words)
+    return sentences
+
+
+def _share(one: Fit, quantity: str) -> str:
+    return f"{getattr(one.law, quantity):.3g}{_range(one, quantity, '.3g')}"
+
+
+def _range(one: Fit, quantity: str, form: str) -> str:
+    interval = one.interval(quantity)
+    if interval is None:
+        return ""
+    low, high = (format(x, form) if math.isfinite(x) else "no limit" for x in interval)
+    return f" (90 %: {low} to {high})"
+
+
+def text(measured: Measured) -> str:
+    """Return the tables, the laws and the notes for the terminal. Raises ConfigError if nothing was measured."""
+    fits, about_fits = measured.fits()
+    lines = [
+        title(measured),
+        table(*main_table(measured)),
+        "",
+        "shares of a step's time",
+        table(*shares_table(measured)),
+    ]
+    lines += ["", *law_sentences(fits), *about_fits, *measured.notes()]
+    return "\n".join(lines)
+
+
+def title(measured: Measured) -> str:
+    study = measured.study
+    fixed = "each rank keeps its batch" if study.kind == WEAK else "the global batch stays"
+    return f"{study.kind} scaling ({fixed}) of {study.config.framework}, {study.config.model.name}"
+
+
+def check(measured: Measured) -> None:
+    """Raise ConfigError if no run has ended."""
+    if not measured.known:
+        problem = next((one.problem for one in measured.points if one.problem), "no run has ended")
+        raise ConfigError(f"nothing was measured: {problem}", where=str(measured.study.folder))
+
+
+def write(measured: Measured) -> list[Path]:
+    """Write results.csv and the pictures into the study's folder; return the pictures. Raises CheckpointError."""
+    folder, written = measured.study.folder, []
+    try:
+        put(folder / CSV, csv_text(measured).encode())
+    except OSError as error:
+        raise CheckpointError(f"the table cannot be written: {error.strerror}", where=str(folder / CSV)) from error
+    for name, make in pictures.of(measured).items():
+        write_figure(make(), folder / f"{name}.png")
+        written.append(folder / f"{name}.png")
+    return written

@@ -1,0 +1,142 @@
+"""What a run of a study measured, read from its run folder. The warm-up does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_train.core.shares import SHOWN
+from hvd_train.core.time_account import IN_CELL
+from hvd_train.errors import CheckpointError
+from hvd_train.run_folder import layout, metrics_file, safe_reading, step_times
+from hvd_train.scaling.study import Target
+
+WARM = 0.25  # share of the steps at the beginning, when graphs are traced and buffers allocated
+OF_STEPS = ("input", "compute", "exchange", "wait", "bubble", "rest")  # the parts of SHOWN that a step consists of
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's steps after the warm-up.
+
+    ``milliseconds``: of each step and rank; steps that ran in one call share its time evenly. ``samples``: of all ranks
+    in a step, on average. ``parts``: {part of a step: seconds of each rank}. ``steps_per_epoch``: of the whole
+    training. ``hosts``: number of hosts. ``cores``: that the ranks could use. ``crowded``: more ranks on a host than
+    it has cores.
+    """
+
+    milliseconds: np.ndarray
+    samples: float
+    parts: Mapping[str, Sequence[float]]
+    steps_per_epoch: int
+    hosts: int
+    cores: int
+    crowded: bool
+
+    @property
+    def rate(self) -> float:
+        """Return samples/s of all ranks."""
+        return 1000 * self.samples / float(self.milliseconds.mean())
+
+
+def read(run_dir: Path) -> Run | None:
+    """Read a run that has ended; None if its folder does not hold what a run writes."""
+    with suppress(CheckpointError, FileNotFoundError, KeyError, TypeError, ValueError, IndexError, ZeroDivisionError):
+        summary = safe_reading.json_object(run_dir / layout.SUMMARY)
+        environment = safe_reading.json_object(run_dir / "environment.json")
+        rows = [row for row in step_times.read(run_dir) if row["event"] == "steps"]
+        warm = WARM * summary["steps"]
+        ranks, local = int(environment["ranks"]), int(environment["ranks_on_this_host"])
+        hosts, threads, cores = -(-ranks // local), int(environment["threads"]), int(environment["cores"])
+        return Run(
+            _milliseconds(rows, warm),
+            summary["train_samples"] / summary["steps"],
+            _parts(rows, warm),
+            int(summary["steps_per_epoch"]),
+            hosts,
+            min(ranks * threads, hosts * cores),
+            local > cores,
+        )
+    return None
+
+
+def _milliseconds(rows: Sequence[Mapping[str, Any]], warm: float) -> np.ndarray:
+    """Return the time of each step after the first ``warm`` ones, on each rank."""
+    times: list[np.ndarray] = []
+    for row in rows:
+        each, count, begin = int(row["cell_steps"]), int(row["steps"]), row["step"] - row["steps"]
+        for cells in row["cells"]:
+            spent = np.array(cells, dtype=float).reshape(-1, len(IN_CELL)).sum(axis=1) / 1000  # (cells,) ms
+            ends = np.minimum(each * np.arange(1, len(spent) + 1), count)
+            taken = np.diff(ends, prepend=0)  # steps of each cell
+            kept = (begin + ends - taken >= warm) & (taken > 0)
+            times.append(np.repeat(spent[kept] / taken[kept], taken[kept]))
+    if any(len(one) for one in times):
+        return np.concatenate(times)
+    if warm and rows:  # all windows began within the warm-up
+        return _milliseconds(rows[-1:], 0.0)
+    raise ValueError("no step was timed")
+
+
+def _parts(rows: Sequence[Mapping[str, Any]], warm: float) -> dict[str, list[float]]:
+    """Return the seconds of each rank in each part of a step, after the first ``warm`` steps."""
+    before = next((row for row in reversed(rows[:-1]) if row["step"] <= warm), None) or (rows[0] if rows[1:] else None)
+    parts = {}
+    for name in SHOWN:
+        if name in OF_STEPS:
+            end = np.array(rows[-1]["seconds"][name], dtype=float)
+            begin = np.array(before["seconds"][name], dtype=float) if before else np.zeros_like(end)
+            parts[name] = np.maximum(end - begin, 0.0).tolist()
+    return parts
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training to a target: (samples, seconds, value) of each evaluation, and of them the first that reached it.
+
+    Seconds are those of steps that count, without start, evaluation and saving.
+    """
+
+    curve: Sequence[tuple[float, float, float]]
+    reached: tuple[float, float] | None
+    ended: bool
+
+
+def read_training(run_dir: Path, target: Target, batch: int) -> Training | None:
+    """Read a training, also one that has not ended; None if it was not evaluated yet. ``batch``: the global batch."""
+    with suppress(CheckpointError, OSError, KeyError, TypeError, ValueError):
+        rows, _ = metrics_file.read(run_dir)
+        times = [row for row in step_times.read(run_dir) if row["event"] != "start"]
+        steps, counted = _increasing([(row["step"], row["counted"]) for row in times])
+        seen = _samples(rows)
+        curve = []
+        for row in rows:
+            value = row.get(target.name.removeprefix("val_"))
+            if row["event"] == "val" and safe_reading.number(value) and steps:
+                samples = float(np.interp(row["step"], *seen)) if seen else float(row["step"] * batch)
+                curve.append((samples, float(np.interp(row["step"], steps, counted)), float(value)))
+        reached = next(((samples, seconds) for samples, seconds, x in curve if target.reached(x)), None)
+        if curve:
+            return Training(curve, reached, (run_dir / layout.SUMMARY).exists())
+    return None
+
+
+def _samples(rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]] | None:
+    """Return (steps, samples up to each), from the training's log lines."""
+    steps, samples = [0.0], [0.0]
+    for row in rows:
+        if row["event"] == "train" and row["step"] > steps[-1]:
+            steps.append(row["step"])
+            samples.append(samples[-1] + row["samples"])
+    return (steps, samples) if len(steps) > 1 else None
+
+
+def _increasing(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Return (steps, seconds) in the order of steps; of a step that was repeated, the last seconds count."""
+    last = dict(sorted(pairs, key=lambda pair: pair[0]))
+    return [0.0, *last], [0.0, *last.values()]

@@ -11,6 +11,7 @@ from statistics import median
 import numpy as np
 
 from hvd_train.errors import amount, noun_and_names
+from hvd_train.insight.factors import Factors
 from hvd_train.insight.scaling_laws import AMDAHL, UNIVERSAL, Fit, fit, too_few
 from hvd_train.scaling.runs import Run, Training, read, read_training
 from hvd_train.scaling.study import Study
@@ -62,6 +63,12 @@ class Point:
                 sums[name] = sums.get(name, 0.0) + math.fsum(seconds)
         total = math.fsum(sums.values())
         return {name: x / total for name, x in sums.items()} if total else {}
+
+    @property
+    def factors(self) -> Factors | None:
+        """Return the factors of efficiency in the run whose steps' time is the middle one; None: not known."""
+        runs = sorted(self.runs, key=lambda one: one.rate)
+        return runs[len(runs) // 2].factors if runs else None
 
     @property
     def crowded(self) -> bool:

@@ -21,13 +21,22 @@ from hvd_train.scaling.runs import OF_STEPS
 from hvd_train.scaling.study import WEAK
 
 CSV = "results.csv"
+# Columns of results.csv, and the attributes of Factors.
+FACTORS = {
+    "parallel_efficiency": "parallel",
+    "load_balance": "load_balance",
+    "communication_efficiency": "communication",
+    "serialization": "serialization",
+    "preparation": "preparation",
+    "transfer": "transfer",
+}
 
 
 def columns(measured: Measured, one: Point) -> dict[str, Any]:
     """Return the values of a point by their names in results.csv; None: not known."""
     row: dict[str, Any] = {"ranks": one.ranks, "global_batch": one.batch, "runs": len(one.runs)}
     names = ["nodes", "cores", "crowded", "step_ms", "step_ms_p95", "step_ms_uncertainty", "samples_per_second"]
-    names += ["speedup", "efficiency", *(f"share_{name}" for name in OF_STEPS), "hours", "node_hours"]
+    names += ["speedup", "efficiency", *(f"share_{name}" for name in OF_STEPS), *FACTORS, "hours", "node_hours"]
     row |= dict.fromkeys(names)
     if one.runs:
         middle, high = one.milliseconds
@@ -36,6 +45,7 @@ def columns(measured: Measured, one: Point) -> dict[str, Any]:
         row |= {"step_ms_p95": high, "step_ms_uncertainty": one.uncertainty, "samples_per_second": one.rate}
         row |= {"speedup": measured.speedup(one), "efficiency": measured.efficiency(one)}
         row |= {f"share_{name}": x for name, x in one.shares.items()}
+        row |= {name: getattr(one.factors, key) for name, key in FACTORS.items()} if one.factors else {}
         row |= {"hours": hours, "node_hours": hours * run.hosts}
     if measured.study.target:
         found = one.to_target()
@@ -77,6 +87,15 @@ def shares_table(measured: Measured) -> tuple[list[str], list[list[str]]]:
     names = [name for name in OF_STEPS if any(one.shares.get(name, 0) >= 0.0005 for one in measured.known)]
     rows = [[str(one.ranks), *(percent(one.shares.get(name), 1) for name in names)] for one in measured.known]
     return ["ranks", *(WORDS.get(name, name) for name in names)], rows
+
+
+def factors_table(measured: Measured) -> tuple[list[str], list[list[str]]]:
+    """Return (header, rows) as text: the factors of the steps' parallel efficiency."""
+    rows = []
+    for one in measured.known:
+        values = [getattr(one.factors, key, None) for key in FACTORS.values()]
+        rows.append([str(one.ranks), *(_shown(x, ".3f") for x in values)])
+    return ["ranks", *(name.replace("_", " ") for name in FACTORS)], rows
 
 
 def number(value: float | None) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from hvd_train.core.shares import SHOWN
-from hvd_train.core.time_account import IN_CELL
-from hvd_train.errors import CheckpointError
+from hvd_train.errors import CheckpointError, TrainError
+from hvd_train.insight import recorded_steps
+from hvd_train.insight.factors import Factors, factors
 from hvd_train.run_folder import layout, metrics_file, safe_reading, step_times
 from hvd_train.scaling.study import Target
 
@@ -24,15 +25,16 @@ OF_STEPS = ("input", "compute", "exchange", "wait", "bubble", "rest")  # the par
 class Run:
     """A run's steps after the warm-up.
 
-    ``milliseconds``: of each step and rank; steps that ran in one call share its time evenly. ``samples``: of all ranks
-    in a step, on average. ``parts``: {part of a step: seconds of each rank}. ``steps_per_epoch``: of the whole
-    training. ``hosts``: number of hosts. ``cores``: that the ranks could use. ``crowded``: more ranks on a host than
-    it has cores.
+    ``milliseconds``: of each step, as the mean over ranks; steps that ran in one call share its time evenly.
+    ``samples``: of all ranks in a step, on average. ``parts``: {part of a step: seconds of each rank}. ``factors``: of
+    efficiency, None if they are not known. ``steps_per_epoch``: of the whole training. ``hosts``: number of hosts.
+    ``cores``: that the ranks use. ``crowded``: more ranks on a host than it has cores.
     """
 
     milliseconds: np.ndarray
     samples: float
     parts: Mapping[str, Sequence[float]]
+    factors: Factors | None
     steps_per_epoch: int
     hosts: int
     cores: int
@@ -46,46 +48,32 @@ class Run:
 
 def read(run_dir: Path) -> Run | None:
     """Read a run that has ended; None if its folder does not hold what a run writes."""
-    with suppress(CheckpointError, FileNotFoundError, KeyError, TypeError, ValueError, IndexError, ZeroDivisionError):
+    with suppress(TrainError, FileNotFoundError, KeyError, TypeError, ValueError, IndexError, ZeroDivisionError):
         summary = safe_reading.json_object(run_dir / layout.SUMMARY)
         environment = safe_reading.json_object(run_dir / "environment.json")
-        rows = [row for row in step_times.read(run_dir) if row["event"] == "steps"]
-        warm = WARM * summary["steps"]
+        warm = int(WARM * summary["steps"])
+        whole, timed = recorded_steps.read(run_dir), recorded_steps.read(run_dir, warm)
+        counts = np.maximum(timed.weights * timed.steps, 1).astype(int)
         ranks, local = int(environment["ranks"]), int(environment["ranks_on_this_host"])
-        hosts, threads, cores = -(-ranks // local), int(environment["threads"]), int(environment["cores"])
+        threads, cores = int(environment["threads"]), int(environment["cores"])
+        hosts = len(set(timed.hosts)) or -(-ranks // local)
+        bound = {(host, core) for host, own in zip(timed.hosts, timed.cores, strict=True) for core in own}
         return Run(
-            _milliseconds(rows, warm),
+            np.repeat(1000 * timed.step_seconds, counts),
             summary["train_samples"] / summary["steps"],
-            _parts(rows, warm),
+            _parts(whole.windows, warm),
+            factors(timed) if timed.stages == 1 else None,
             int(summary["steps_per_epoch"]),
             hosts,
-            min(ranks * threads, hosts * cores),
+            min(ranks * threads, len(bound) or hosts * cores),
             local > cores,
         )
     return None
 
 
-def _milliseconds(rows: Sequence[Mapping[str, Any]], warm: float) -> np.ndarray:
-    """Return the time of each step after the first ``warm`` ones, on each rank."""
-    times: list[np.ndarray] = []
-    for row in rows:
-        each, count, begin = int(row["cell_steps"]), int(row["steps"]), row["step"] - row["steps"]
-        for cells in row["cells"]:
-            spent = np.array(cells, dtype=float).reshape(-1, len(IN_CELL)).sum(axis=1) / 1000  # (cells,) ms
-            ends = np.minimum(each * np.arange(1, len(spent) + 1), count)
-            taken = np.diff(ends, prepend=0)  # steps of each cell
-            kept = (begin + ends - taken >= warm) & (taken > 0)
-            times.append(np.repeat(spent[kept] / taken[kept], taken[kept]))
-    if any(len(one) for one in times):
-        return np.concatenate(times)
-    if warm and rows:  # all windows began within the warm-up
-        return _milliseconds(rows[-1:], 0.0)
-    raise ValueError("no step was timed")
-
-
 def _parts(rows: Sequence[Mapping[str, Any]], warm: float) -> dict[str, list[float]]:
     """Return the seconds of each rank in each part of a step, after the first ``warm`` steps."""
-    before = next((row for row in reversed(rows[:-1]) if row["step"] <= warm), None) or (rows[0] if rows[1:] else None)
+    before = next((row for row in reversed(rows[:-1]) if row["step"] <= warm), None)
     parts = {}
     for name in SHOWN:
         if name in OF_STEPS:

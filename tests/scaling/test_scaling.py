@@ -117,18 +117,11 @@ def test_the_warm_up_does_not_count(tmp_path):
     trial = study(tmp_path).short_run(2, 0)
     write_run(trial, compute=8.0, exchange=2.0, slow_start=10.0)
     run = runs.read(Path(trial.config.run_dir))
-    # Windows end at steps 10, 20, ...: steps 26 to 100 of both ranks.
-    assert len(run.milliseconds) == 2 * 75 and np.allclose(run.milliseconds, 10.0)
+    assert len(run.milliseconds) == 80 and np.allclose(run.milliseconds, 10.0)  # windows end at steps 10, 20, ...
     assert run.rate == pytest.approx(32 / 0.010)
     sums = {name: sum(x) for name, x in run.parts.items() if sum(x)}
     assert sums["compute"] / sums["exchange"] == pytest.approx(4) and set(sums) == {"compute", "exchange"}
-
-
-def test_steps_of_one_call_share_its_time(tmp_path):
-    rows = [{"step": 7, "steps": 7, "cell_steps": 3, "cells": [[0, 30000, 0, 0, 0, 60000, 0, 0, 1000, 9000, 0, 0]]}]
-    assert runs._milliseconds(rows, 0.0).tolist() == [10, 10, 10, 20, 20, 20, 10]
-    assert runs._milliseconds(rows, 3.0).tolist() == [20, 20, 20, 10]
-    assert len(runs._milliseconds(rows, 7.0)) == 7, "a window that is all warm-up counts, where there is no other"
+    assert (run.factors.parallel, run.factors.transfer) == pytest.approx((0.8, 0.8))
 
 
 @pytest.mark.parametrize("name", ["summary.json", "environment.json", "steps.jsonl"])

@@ -149,4 +149,5 @@ class Saver(Hook):
         p.loss_scale, p.good_steps, training.progress = training.progress.loss_scale, 0, p
         self._loss_log.discard()
         self._saved, self._metrics = False, {}
+        training.log.rollback(p.epoch, p.step, Path(path).name, error.what)
         training.log.message(f"step {p.step}: {error.what}; goes on with the weights of {Path(path).name}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from hvd_train.launch import job_folders, snapshots
 from hvd_train.launch.environment import command_began, keep_memory, world
 from hvd_train.launch.failed_rank import end_at_once
 from hvd_train.launch.signals import SignalListener
-from hvd_train.protocol import broadcast_json
+from hvd_train.protocol import allgather_json, broadcast_json
 from hvd_train.run_folder import layout
 from hvd_train.run_folder.answering import FileWatch
 from hvd_train.run_folder.lock import Lock
@@ -128,6 +129,7 @@ def train(
         hooks = [*_thread_check(job), *hooks, *of_config]
         messages.warn_of_events(job, hooks)
         memory = snapshots.folder_of_rank()
+        hosts = Counter(allgather_json(communicator, job.session.settings["host"], "host"))
         trainer = Trainer(
             config, job.frontend, update, *data, run_dir, log, compression, hooks, stop_source, until, memory
         )
@@ -145,7 +147,7 @@ def train(
     keeps_memory = keep_memory()  # not before, so that memory freed during setup returns to the kernel
     if isinstance(log, RunLog):
         log.trackers = Trackers(trackers, TrackedRun(run_dir, dict(leaves(config.resolved().model_dump(mode="json")))))
-        log.files, log.began = _files(job, compression, keeps_memory), began
+        log.files, log.began = _files(job, compression, keeps_memory, hosts), began
         log.resumed_at = None if resume is None else trainer.progress.step
         log.evaluates_again = trainer.progress.ending
         log.replace = overwrite and not layout.goes_on(run_dir, resume)
@@ -220,10 +222,13 @@ def _rank_check(job: Job) -> list[Hook]:
     return [FewerRanksAdvice(job.session.threads)] if on_cpu and one_host and several else []
 
 
-def _files(job: Job, compression: str, keeps_memory: bool) -> dict[str, Any]:
-    """Return the files written at the start of a run: configuration, environment, vocabulary."""
+def _files(job: Job, compression: str, keeps_memory: bool, hosts: Mapping[str, int]) -> dict[str, Any]:
+    """Return the files written at the start of a run: configuration, environment, vocabulary.
+
+    ``hosts``: the number of ranks of each, in rank order.
+    """
     environment = {"versions": versions(job.config), **job.session.settings}
-    environment |= {"compression": compression, "keeps_freed_memory": keeps_memory}
+    environment |= {"hosts": hosts, "compression": compression, "keeps_freed_memory": keeps_memory}
     files: dict[str, Any] = {"config.yaml": resolved_yaml(job.config.resolved()), "environment.json": environment}
     if job.data.vocabulary:
         files[layout.VOCABULARY] = job.data.vocabulary

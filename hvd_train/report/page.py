@@ -191,6 +191,10 @@ def _ranks(runs: Runs) -> Iterator[str]:
         ("compression", "compression"),
     ):
         rows.append([name, *(_value(run.environment.get(key, "-")) for run in runs)])
+    hosts = [run.environment.get("hosts") for run in runs]
+    if any(hosts):
+        named = [one.items() if isinstance(one, dict) else () for one in hosts]
+        rows.append(["ranks of each host", *(", ".join(f"{x}: {n}" for x, n in one) or "-" for one in named)])
     versions = [run.environment.get("versions") for run in runs]
     known = [one if isinstance(one, dict) else {} for one in versions]
     rows += [

@@ -107,6 +107,11 @@ class ReportedRun:
         if safe_reading.number(skipped) and skipped:
             were = "was" if skipped == 1 else "were"
             yield f"{amount(int(skipped), 'step')} {were} skipped: a gradient was not finite."
+        back = [row for row in self.rows if row["event"] == "rollback"]
+        if back:
+            at = f"{'step' if len(back) == 1 else 'steps'} {_listed([row['step'] for row in back])}"
+            often = f"{len(back)} times, " * (len(back) > 1)
+            yield f"The training went back to its last checkpoint {often}at {at}: {back[-1].get('why')}."
         none = sorted({row["epoch"] for row in self.rows if row["event"] == "val" and row.get("loss", 0) is None})
         if none:
             epochs = f"{'epoch' if len(none) == 1 else 'epochs'} {_listed(none)}"

@@ -15,7 +15,8 @@ from hvd_train.core import control_sync
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import Interrupted, NonFiniteError
 from hvd_train.protocol import Placement
-from hvd_train.run_folder.log import NullLog
+from hvd_train.run_folder import metrics_file
+from hvd_train.run_folder.log import NullLog, RunLog
 from hvd_train.update.state import read
 from tests.core import test_loop, test_swa
 from tests.core.test_loop import CLASSES, Recorder, config, final, same, steps_saved, trainer
@@ -124,8 +125,13 @@ def test_rollback_where_an_epoch_has_one_line(tmp_path):
     """Of which nothing is left then, and nothing is told of the epoch's training."""
     c = config(on_nonfinite="rollback", log_every_n_steps=50, max_epochs=2)
     for size in (1, 2):
-        summary = final(size, c, tmp_path / str(size), poison_at=9)[0]
+        folder = tmp_path / str(size)
+        log = RunLog(folder, tensorboard=False, total_epochs=2, quiet=True)
+        summary = final(size, c, folder, log=log, poison_at=9)[0]
         assert summary["epochs"] == 2 and summary["train_loss"] is None and summary["val_loss"] > 0
+        row, *_ = (row for row in metrics_file.read(folder)[0] if row["event"] == "rollback")
+        what = {"checkpoint": "step-00000007", "why": "the training loss is nan"}
+        assert row == {"event": "rollback", "epoch": 2, "step": 14, **what}
 
 
 def test_an_epoch_that_was_left_out_is_not_the_best(tmp_path, monkeypatch):

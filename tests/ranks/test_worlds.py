@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 
 import numpy as np
 import pytest
@@ -327,5 +328,5 @@ def test_a_run_goes_on_with_another_precision_and_exchange(world, framework):
         assert all((first[k] == other[k]).all() for k in first if k.startswith("weights"))
         assert distance(first, plain)[0] < limit, (name, distance(first, plain))
         about = json.loads((results.folder / f"{name}-cut" / "environment.json").read_text())
-        assert about["compression"] == wanted
+        assert about["compression"] == wanted and about["hosts"] == {platform.node(): 2}
     assert all(result["residual"] > 0 for result in results.json("to-32-rest"))

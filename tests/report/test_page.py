@@ -21,6 +21,7 @@ from tests.limits import SECONDS
 CONFIG = "framework: pytorch\nmodel: {name: mlp}\ndata: {name: digits}\noptim: {lr: %s}\nmax_epochs: 6\n"
 SUMMARY = {"steps": 60, "epochs": 6, "val_loss": 0.5, "samples_per_second": 1234.5, "skipped_steps": 2}
 ENVIRONMENT = {"versions": {"torch": "2.0", "numpy": "2"}, "host": "node1", "ranks": 2, "threads": 4}
+ENVIRONMENT |= {"hosts": {"node1": 2, "node2": 1}}
 NASTY = "<script>alert(1)</script>&\"'$x_1\x1b[2J-->"
 VOID = {"meta", "link", "br", "img", "hr"}
 
@@ -90,6 +91,7 @@ def test_a_page_of_several_runs(tmp_path):
     more = [{"event": "straggler", "epoch": k, "step": 10 * k, "rank": 1, "share": 0.3} for k in (5, 6)]
     times = {"seconds": 2.0, "steps": 10, "input": 0.5, "compute": 1.5, "bubble": 0.0, "memory_bytes": 300_000_000}
     more += [{"event": "time", "epoch": k, "step": 10 * k, **times} for k in range(1, 7)]
+    more += [{"event": "rollback", "epoch": 2, "step": k, "why": "the training loss is nan"} for k in (15, 17)]
     summary = SUMMARY | {"time": {"allocation": 99.0, "effective": 0.83}}
     one = write(tmp_path / "one", [*rows(), *more], summary=summary, environment=ENVIRONMENT, verify=verified)
     two = write(tmp_path / "two", rows(4, 2.0), CONFIG % 0.2)
@@ -109,11 +111,13 @@ def test_a_page_of_several_runs(tmp_path):
     assert ["input", "25.0%"] in times and ["of these in steps that count", "83.0%"] in times
     assert ["seconds of the allocation", "99"] in times and ["memory of a rank, MB", "300"] in times
     assert ["optim.lr", "0.1", "0.2"] in differs and ["max_epochs", "6"] in same
+    assert ["ranks of each host", "node1: 2, node2: 1", "-"] in software
     assert ["torch", "2.0", "-"] in software and proof_table[1] == ["loss", "step 1", "1.8e-16"]
     said = "".join(found.text)
     for words in (
         "one: Rank 1 was slow in 2 lines of the log: the others waited for it 30% of each step.",
         "one: 2 steps were skipped: a gradient was not finite.",
+        "one: The training went back to its last checkpoint 2 times, at steps 15, 17: the training loss is nan.",
         "two: The training was started 3 times: again from steps 20, 30.",
         "two: A rank failed: failures/20260101-rank1.txt.",
         "one: mlp, 20 steps: all comparisons are equal.",
@@ -129,7 +133,13 @@ def test_what_users_write_is_escaped(tmp_path):
     config = json.dumps({"framework": NASTY, "model": {"name": NASTY}, NASTY: [NASTY], "optim": NASTY})
     told = {"title": NASTY, "header": [NASTY] * 3, "comparisons": [{"title": NASTY, "rows": [[NASTY, NASTY, "1"]]}]}
     run = tmp_path / NASTY.replace("/", "")
-    write(run, lines, config, environment={"host": NASTY, "versions": {NASTY: NASTY}}, verify=told)
+    write(
+        run,
+        lines,
+        config,
+        environment={"host": NASTY, "hosts": {NASTY: NASTY}, "versions": {NASTY: NASTY}},
+        verify=told,
+    )
     found, text = made(tmp_path, run)
     assert "script" not in found.tags and "\x1b" not in text
     assert "<script>alert(1)</script>" in "".join(found.text)
@@ -141,7 +151,7 @@ def test_what_users_write_is_escaped(tmp_path):
         {},
         {"summary": "{", "environment": "[]", "verify": "nonsense"},
         {"summary": {"steps": "x", "time": 3, "samples_per_second": "y", "skipped_steps": []}},
-        {"environment": {"versions": 3, "ranks": {"a": 1}, "host": None}},
+        {"environment": {"versions": 3, "ranks": {"a": 1}, "host": None, "hosts": [3]}},
         {"verify": {"comparisons": 3, "header": 5}},
         {"verify": {"comparisons": [3, {"title": "t", "rows": [["a"], ["b", "c", "d", "e"]]}], "header": ["a"]}},
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ SAVE_SHARE, EVALUATE_SHARE = 0.05, 0.1
 SAVE_FROM, EVALUATE_FROM = 0.1, 0.25  # from which they are told
 QUEUED = 0.15  # of the time that a rank's threads could run, they waited for a core
 STEADY = 0.7  # of what a rank has more than the others in some steps, it has not less in other steps
+MOST_WORKERS = 64
 FAULTS = 100.0  # page faults a second that read from a disk
 SHORT_STEP = 0.003  # seconds
 
@@ -93,10 +94,13 @@ class Case:
         mean: np.ndarray = 1000 * (self.recorded.weights @ seconds) / (self.recorded.weights @ self.recorded.steps)
         return mean
 
-    def name(self, rank: int) -> str:
-        """Return the words for a rank, with its host if there are several."""
+    def named(self, ranks: Sequence[int], verb: str = "") -> str:
+        """Return the words for some ranks, with their hosts if there are several. ``verb``: of one rank (computes)."""
         hosts = self.recorded.hosts
-        return f"rank {rank}" + (f" (host {hosts[rank]})" if len(set(hosts)) > 1 else "")
+        on = sorted({hosts[rank] for rank in ranks}) if len(set(hosts)) > 1 else []
+        words = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        words += f" (host {', '.join(on)})" if on else ""
+        return f"{words} {verb if len(ranks) == 1 else verb.removesuffix('s')}".rstrip()
 
     def queued_share(self) -> np.ndarray | None:
         """Return the share of the time that each rank's threads could run in which no core was free; (ranks,)."""
@@ -116,73 +120,82 @@ def findings(case: Case) -> list[Finding]:
 
 
 def _slow_input(case: Case) -> Iterator[Finding]:
-    """All ranks wait for input; or one of them does."""
+    """All ranks wait for input; or some of them do."""
     input, r = case.replay.input, case.recorded
     # A loader goes on while its rank waits for another one, so equally slow ones differ.
-    rank = _outlier(case, input, times=2.0)
-    if rank is not None:
-        mine, others = case.per_step(input)[rank], np.median(np.delete(case.per_step(input), rank))
-        evidence = f"{case.name(rank)} waits {mine:,.1f} ms for the input of a step, the others {others:,.1f} ms"
-        cure = f"look at the disk, the network file system and the cores of {case.name(rank)}"
-        yield Finding("input of one rank", evidence, cure, case.gain(input=case.replay.as_others(input, rank)))
-    common = input if rank is None else np.delete(input, rank, axis=1)
-    seconds = float(np.median(r.weights @ common))
-    if seconds <= 0:
+    slow = _outliers(case, input, times=2.0)
+    if slow:
+        evidence = f"{case.named(slow, 'waits')} {_compared(case, input, slow)} for the input of a step"
+        cure = f"look at the disk, the network file system and the cores of {case.named(slow)}"
+        gain = case.gain(input=case.replay.as_others(input, slow))
+        yield Finding(f"input of {'one rank' if len(slow) == 1 else 'some ranks'}", evidence, cure, gain)
+    common = np.delete(input, slow, axis=1)
+    if not np.median(r.weights @ common) > 0:
         return
     left = np.zeros_like(input)
-    if rank is not None:
-        left[:, rank] = np.maximum(input[:, rank] - np.median(common, axis=1), 0)
+    left[:, slow] = np.maximum(input[:, slow] - np.median(common, axis=1)[:, None], 0)
     workers = case.whole("data.workers", 1)
     # The loader is busy all the time, and a step takes as long as its share of a batch's preparation.
     fast = case.replay.with_changes(input=left) / case.replay.seconds
-    needed = workers * 2
-    while needed < 64 and workers / needed > fast:
+    needed = 2 * workers
+    while needed < MOST_WORKERS and workers / needed > fast:
         needed *= 2
     read = [x for x in r.usage.get("read_mb", ()) if x is not None]
     speed = sum(read) / case.seconds if read else 0.0
     disk = f"; {speed:,.0f} MB/s came from disks" if speed >= 1 else ""
+    seconds = float(np.median(r.weights @ common))
     evidence = f"ranks wait for input {case.share(seconds)} of the time, with data.workers: {workers}{disk}"
     cure = f"data.workers: {needed}, if cores are free for them; otherwise pack the data once (hvd-train data pack)"
     yield Finding("input", evidence, cure, case.gain(input=left))
 
 
 def _slow_rank(case: Case) -> Iterator[Finding]:
-    """One rank computes longer than the others."""
+    """Some ranks compute longer than the others."""
     compute, r = case.replay.compute, case.recorded
-    rank = _outlier(case, compute)
-    if rank is None:
+    slow = _outliers(case, compute)
+    if not slow:
         return
-    mine, others = case.per_step(compute)[rank], np.median(np.delete(case.per_step(compute), rank))
-    evidence = f"{case.name(rank)} computes {mine:,.1f} ms a step, the others {others:,.1f} ms"
-    cure = f"hvd-train doctor there; a slower core, GPU or host: leave it out; a hook that only {case.name(rank)} runs"
+    evidence = f"{case.named(slow, 'computes')} {_compared(case, compute, slow)} a step"
+    cure = "hvd-train doctor there: a slower core, GPU or host, which may be left out; or code that only they run"
     queued = case.queued_share()
-    if queued is not None and queued[rank] >= QUEUED and queued[rank] >= 2 * np.median(np.delete(queued, rank)):
-        evidence += f"; in {queued[rank]:.0%} of the time that it could run, no core was free"
-        cure = f"end other programs on the cores of {case.name(rank)}, or bind each rank to cores of its own"
-    elif r.cores and len(r.cores[rank]) < min(len(one) for k, one in enumerate(r.cores) if k != rank):
-        evidence += f"; it has {amount(len(r.cores[rank]), 'core')}, fewer than the others"
+    fewest = min((len(r.cores[k]) for k in range(r.ranks) if k not in slow), default=0) if r.cores else 0
+    if queued is not None and min(queued[slow]) >= max(QUEUED, 2 * np.median(np.delete(queued, slow))):
+        evidence += f"; in {np.mean(queued[slow]):.0%} of the time that it could run, no core was free"
+        cure = f"end other programs on the cores of {case.named(slow)}, or bind each rank to cores of its own"
+    elif fewest and max(len(r.cores[k]) for k in slow) < fewest:
+        evidence += f"; on {amount(len(r.cores[slow[0]]), 'core')}, fewer than the others"
         cure = "give each rank as many cores"
-    yield Finding("slow rank", evidence, cure, case.gain(compute=case.replay.as_others(compute, rank)))
+    gain = case.gain(compute=case.replay.as_others(compute, slow))
+    yield Finding("slow rank" if len(slow) == 1 else "slow ranks", evidence, cure, gain)
 
 
-def _outlier(case: Case, values: np.ndarray, times: float = 1.0) -> int | None:
-    """Return the rank that has so much more than the others that equal values would be worth it, or None.
+def _compared(case: Case, values: np.ndarray, slow: list[int]) -> str:
+    """Return the words for the milliseconds of some ranks, and of the others."""
+    each = case.per_step(values)
+    return f"{np.mean(each[slow]):,.1f} ms (the others {np.median(np.delete(each, slow)):,.1f} ms)"
 
-    It has more than ``times`` as much as any other.
+
+def _outliers(case: Case, values: np.ndarray, times: float = 1.0) -> list[int]:
+    """Return the ranks that have so much more than the others that equal values would be worth it; [] if none.
+
+    They are at most half of the ranks, for example all of a host, and have more than ``times`` as much as any other.
     """
     if not case.in_lockstep:
-        return None
-    sums = case.of_rank(values)
-    rank = int(sums.argmax())
-    others = np.delete(sums, rank)
-    apart = sums[rank] > max(times * others.max(), 3 * others.max() - 2 * others.min())
-    own, like_others = case.replay.own, case.replay.as_others(values, rank)
-    changed = own - values + like_others
-    # It is mostly slower, and not now and then as any rank may be.
-    more = case.recorded.weights @ (values - like_others)[:, rank]
-    apart = apart and sums[rank] - np.median(others) >= STEADY * more
-    saved = case.recorded.weights @ (own.max(axis=1) - changed.max(axis=1))
-    return rank if apart and saved / case.replay.seconds > 1 - 1 / WORTH else None
+        return []
+    weights, sums, own = case.recorded.weights, case.of_rank(values), case.replay.own
+    order = np.argsort(-sums, kind="stable")
+    for count in range(1, case.recorded.ranks // 2 + 1):
+        slow, others = order[:count].tolist(), sums[order[count:]]
+        if sums[slow].min() <= max(times * others.max(), 3 * others.max() - 2 * others.min()):
+            continue
+        like_others = case.replay.as_others(values, slow)
+        saved = weights @ (own.max(axis=1) - (own - values + like_others).max(axis=1))
+        # They are mostly slower, and not now and then as any rank may be.
+        more = (weights @ (values - like_others))[slow]
+        steady = np.all(sums[slow] - np.median(others) >= STEADY * more)
+        if steady and saved / case.replay.seconds > 1 - 1 / WORTH:
+            return sorted(slow)
+    return []
 
 
 def _cores(case: Case) -> Iterator[Finding]:
@@ -208,7 +221,7 @@ def _cores(case: Case) -> Iterator[Finding]:
             break
     if queued is None:
         return
-    if crowded or (np.median(queued) >= QUEUED and _outlier(case, case.replay.compute) is None):
+    if crowded or (np.median(queued) >= QUEUED and not _outliers(case, case.replay.compute)):
         evidence = crowded or "other programs use the cores of these ranks"
         evidence += f"; in {np.median(queued):.0%} of the time that a rank could run, no core was free"
         cure = "a core for each rank: fewer ranks, or ask for more cores" if crowded else "cores of your own"
@@ -258,7 +271,7 @@ def _rest(case: Case) -> Iterator[Finding]:
     rank = int(seconds.argmax())
     hooks = case.setting("hooks", ())
     every = case.whole("log_every_n_steps", 50)
-    who = "rank 0, which writes the log," if rank == 0 and case.recorded.ranks > 1 else case.name(rank)
+    who = "rank 0, which writes the log," if rank == 0 and case.recorded.ranks > 1 else case.named([rank])
     taken = case.per_step(case.replay.rest)[rank]
     evidence = f"{who} spends {taken:,.1f} ms a step in hooks and the log, with log_every_n_steps: {every}"
     cure = f"log_every_n_steps: {10 * every}; the run folder on a fast disk"
@@ -268,7 +281,7 @@ def _rest(case: Case) -> Iterator[Finding]:
 
 def _uneven_work(case: Case) -> Iterator[Finding]:
     """Each step has another slowest rank."""
-    if not case.in_lockstep or _outlier(case, case.replay.compute) is not None:
+    if not case.in_lockstep or _outliers(case, case.replay.compute):
         return
     compute = case.replay.compute
     even = np.broadcast_to(compute.mean(axis=1, keepdims=True), compute.shape)
@@ -314,7 +327,9 @@ def _memory(case: Case) -> Iterator[Finding]:
     """Pages that are read from a disk again and again."""
     for rank, faults in enumerate(case.recorded.usage.get("faults", ())):
         if faults is not None and faults / case.seconds >= FAULTS:
-            evidence = f"{case.name(rank)} reads {faults / case.seconds:,.0f} pages a second from a disk, or from swap"
+            evidence = (
+                f"{case.named([rank])} reads {faults / case.seconds:,.0f} pages a second from a disk, or from swap"
+            )
             yield Finding("memory", evidence, "more memory a rank, fewer ranks a host, or smaller data", None)
             return
 

@@ -7,6 +7,8 @@ what it would have saved (what-if analysis: Lin et al. 2025, arXiv 2505.05713).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hvd_train.insight.recorded_steps import RecordedSteps
@@ -50,8 +52,8 @@ class Replay:
         longest = np.broadcast_to(own, self.input.shape).max(axis=1)
         return float(self.weights @ (longest + (self.exchange if exchange is None else exchange) + self.tail))
 
-    def as_others(self, values: np.ndarray, rank: int) -> np.ndarray:
-        """Return ``values`` (cells, ranks) with the median of the other ranks for this one."""
-        changed = values.copy()
-        changed[:, rank] = np.minimum(values[:, rank], np.median(np.delete(values, rank, axis=1), axis=1))
+    def as_others(self, values: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
+        """Return ``values`` (cells, ranks) with at most the median of the other ranks for these."""
+        changed, others = values.copy(), np.median(np.delete(values, ranks, axis=1), axis=1)
+        changed[:, ranks] = np.minimum(values[:, ranks], others[:, None])
         return changed

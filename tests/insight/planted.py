@@ -94,8 +94,8 @@ def sleeping(seconds: float, **options: int) -> dict[str, object]:
 class Planted:
     """``cause``: what the first finding must be. ``fault``, ``cured``: keys in addition to BASE.
 
-    ``cores``: of all ranks, with the fault. ``busy``: another program runs on this core. ``bound``: the foretold gain is
-    an upper bound.
+    ``cores``: of all ranks, with the fault. ``busy``: another program runs on this core. ``bound``: the foretold gain
+    is an upper bound.
     """
 
     cause: str

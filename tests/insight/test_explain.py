@@ -101,6 +101,14 @@ def test_a_planted_fault_comes_first_and_its_gain_is_that_of_taking_it_away(tmp_
     assert f"{first.gain:.2f} times as fast" in "\n".join(explained(one))
 
 
+def test_a_slow_host_is_named(tmp_path):
+    values, without = parts(6), parts(6)
+    values[1][:, 2:4] += 0.01
+    first = findings(case(tmp_path, values, hosts=["a", "a", "b", "b", "c", "c"]))[0]
+    assert first.cause == "slow ranks" and first.evidence.startswith("ranks 2, 3 (host b) compute 30.")
+    assert first.gain == pytest.approx(lockstep(*values).sum() / lockstep(*without).sum(), rel=0.01)
+
+
 def test_a_rank_with_several_faults_has_several_findings(tmp_path):
     values = parts(3)
     slow_loader_of_a_rank(values), slow_link(values), slow_rank(values)

@@ -5,6 +5,7 @@ The ranks synchronize after a number of steps, and at the end of each epoch of `
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +15,7 @@ import keras
 
 from hvd_train.config import ExchangeConfig
 from hvd_train.config.conflicts import EMA, LOSS_SCALE, LR_SCALING, SHARDED
-from hvd_train.errors import ConfigError
+from hvd_train.errors import ConfigError, amount
 from hvd_train.protocol import Communicator
 from hvd_train.script.keras.callbacks import flat
 from hvd_train.script.keras.gradients import WIRE, Reduction
@@ -75,6 +76,11 @@ class LocalModel(LocalTraining):
         self._accumulates = bool(getattr(optimizer, "gradient_accumulation_steps", None))
         self._updates = self._made()
         self._backups: list[LocalBackup] = []
+        if self._updates and not communicator.rank and self.state():
+            made = amount(self._updates, "step")
+            what = f"the optimizer has already made {made}: the outer momentum begins with zeros"
+            fix = "to resume with the same bits, use BackupAndRestore"
+            warnings.warn(f"{what}; {self.where}; {fix}", stacklevel=2)
 
     def stepped(self, steps: int = 1) -> None:
         """Count batches of training. With gradient accumulation, a step is an update after several batches."""

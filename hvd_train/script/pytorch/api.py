@@ -225,7 +225,10 @@ def _start_local_training(plan: ReducerPlan, optimizer: torch.optim.Optimizer) -
     model, statistics, number = plan.whole, statistics_of(plan.whole, False), len(registry.distributed)
     local = LocalModel(model, statistics, optimizer, plan.exchange, plan.communicator, number=number, every=plan.every)
     registry.local_training[model] = registry.local_training[optimizer] = local
-    if (state := registry.read_before.pop(optimizer, None)) is not None:
+    state = registry.read_before.pop(optimizer, {})
+    if state is None:
+        local.warn_of_plain_state()
+    elif state:
         optimizer.load_state_dict(state)  # now it also takes the outer optimizer's state
         lay_slots(optimizer)
     passes.at_end.append(local.synchronize)

@@ -89,8 +89,8 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             what = f"it does not fit this {name}: " + (" ".join(str(error).split()) or type(error).__name__)
             raise CheckpointError(what, where=str(path), common=True) from error
-        if isinstance(part, torch.optim.Optimizer) and part not in registry.optimizers and STATE in state[name]:
-            registry.read_before[part] = state[name]
+        if isinstance(part, torch.optim.Optimizer) and part not in registry.optimizers:
+            registry.read_before[part] = state[name] if STATE in state[name] else None
         if isinstance(part, torch.nn.Module):
             for reducer in {reducer for _, reducer in registry.distributed if reducer}:
                 # Running statistics are exchanged as changes since the last pass; a load does not count as one.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -50,7 +51,7 @@ class LocalModel(LocalTraining):
         """``places``: (layer, name) of the running statistics."""
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._model, self._known = model, {id(p) for p in parameters.values()}
-        self._optimizer, self._checked = optimizer, 0
+        self._optimizer, self._checked, self._told_of_plain = optimizer, 0, False
         self._frame: Any = None  # of the running step
         self._within_step = 0  # steps within it
         ops = TorchOps(next(iter(parameters.values())).device)
@@ -136,11 +137,24 @@ class LocalModel(LocalTraining):
         state[STATE] = {name: torch.from_numpy(np.array(x)) for name, x in self.state().items()}
 
     def _take_state(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        self.load({name: x.cpu().numpy() for name, x in state.get(STATE, {}).items()})
+        outer = {name: x.cpu().numpy() for name, x in state.get(STATE, {}).items()}
+        missing = {name: np.zeros_like(x) for name, x in self.state().items() if name not in outer}
+        if missing:
+            self.warn_of_plain_state()
+        self.load(missing | outer)
         others, rank = state.get(OTHERS, []), self._communicator.rank
         if rank and len(others) == self._communicator.size - 1:  # else all ranks continue with rank 0's slots
             state = state | {"state": others[rank - 1]}
         return {key: value for key, value in state.items() if key not in (STATE, OTHERS)}
+
+    def warn_of_plain_state(self) -> None:
+        """Warn once that a loaded optimizer state lacks what local training adds to it."""
+        if self._told_of_plain or self._communicator.rank or not self.state():
+            return
+        self._told_of_plain = True
+        what = "the loaded optimizer state is not of local training: the outer momentum begins with zeros"
+        fix = "to resume, load the optimizer from a file that ht.save or state_dict() made after ht.distribute"
+        warnings.warn(f"{what}, and all ranks with the same state; {self.where}; {fix}", stacklevel=2)
 
     def state_on_rank_0(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state, on rank 0 with the slots of all ranks; all ranks call it."""

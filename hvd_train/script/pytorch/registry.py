@@ -23,7 +23,7 @@ parameters: dict[int, tuple[torch.nn.Parameter, Reducer | None]] = {}  # by id
 loaders = 0  # number of sharded loaders
 optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those given to ``ht.distribute``
 local_training: dict[Any, LocalModel] = {}  # by model and by optimizer, with local training
-# States of optimizers with local training, from files that were loaded before ``ht.distribute``.
+# States of optimizers from files that were loaded before ``ht.distribute``; None: not of local training.
 read_before: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 sharded: weakref.WeakKeyDictionary[torch.optim.Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
 

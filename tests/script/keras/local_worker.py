@@ -123,6 +123,14 @@ def backups(folder: Path) -> dict[str, Any]:
         hk.barrier()
     told = any("is missing: the outer momentum begins with zeros" in str(x.message) for x in caught)
     moved = ends[0] != weights(begun())
+    loaded = keras.optimizers.Adam(LR)
+    loaded.iterations.assign(7)  # as from the file of a model
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        begun(optimizer=loaded)
+        begun(optimizer=keras.optimizers.Adam(LR))
+    lines = [str(x.message) for x in caught if "has already made 7 steps: the outer momentum begins" in str(x.message)]
+    told &= len(lines) == 1
     return {"backup": ends[0] == ends[1], "moved": moved, "told": told == (hk.rank() == 0)}
 
 

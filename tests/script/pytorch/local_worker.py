@@ -157,6 +157,32 @@ def resumed(folder: Path) -> dict[str, Any]:
     return {"same bits": [job(load) == whole for load in ("after", "before")]}
 
 
+def plain(folder: Path) -> dict[str, Any]:
+    """Files of optimizers without local training, read before or after ``ht.distribute``, and one with it."""
+
+    def warnings_of(file: str, before: bool) -> list[Any]:
+        model = Quadratic()
+        optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            if before:
+                ht.load(folder / file, optimizer=optimizer)
+            ht.distribute(model, optimizer, **OUTER)
+            if not before:
+                steps(model, optimizer, ROUND)
+                for _ in range(2):
+                    ht.load(folder / file, optimizer=optimizer)
+        told = [str(w.message) for w in seen if "outer momentum" in str(w.message)]
+        return [*told, sum(x.abs().sum().item() for x in optimizer.state_dict()["outer"].values()) > 0]
+
+    ht.save(folder / "plain.safetensors", optimizer=torch.optim.Adam(Quadratic().parameters(), lr=LR))
+    ht.barrier()
+    found = {
+        file: [warnings_of(f"{file}.safetensors", before) for before in (True, False)] for file in ("plain", "adam")
+    }
+    return {"told of files": found}
+
+
 def scripts() -> dict[str, Any]:
     """Loops of several kinds, all with the same gradients."""
     facts = {}
@@ -311,6 +337,7 @@ def main(folder: Path) -> None:
         lambda: quadratic(folder),
         lambda: streamed(folder),
         lambda: resumed(folder),
+        lambda: plain(folder),
         scripts,
         statistics,
         half_loaded,

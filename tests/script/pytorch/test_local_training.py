@@ -86,6 +86,16 @@ def test_a_run_goes_on_from_the_global_weights(worlds, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_a_file_without_outer_momentum_is_told_once(worlds, size):
+    """And the momentum is zero then, also in the middle of a training."""
+    for rank, facts in enumerate(worlds(size)):
+        for *told, moves in facts["told of files"]["plain"]:
+            assert len(told) == (rank == 0) and not moves
+            assert all("the outer momentum begins with zeros" in line for line in told)
+        assert facts["told of files"]["adam"] == [[True], [True]]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_running_statistics_are_the_mean_at_the_last_join(worlds, size):
     for facts in worlds(size):
         np.testing.assert_allclose(facts["mean"], facts["expected mean"], rtol=1e-6)

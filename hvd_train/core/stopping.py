@@ -75,10 +75,10 @@ class StopSync(Hook):
 
     def window(self) -> list[Any]:
         """Return the time since the last sync (``TimeAccount.window``), and what the system knows of this rank."""
-        return [
-            *self._training.time.window(),
-            {"usage": self._usage.read(), "place": place(), "sync": self.turns.fastest},
-        ]
+        process = {"usage": self._usage.read(), "sync": self.turns.fastest}
+        # Once, because a list of many cores is longer than the rest.
+        process |= {} if self._time_log.placed else {"place": place()}
+        return [*self._training.time.window(), process]
 
     def _sync(self, turns: ControlSync, reason: str, outcome: str | None, window: list[Any] | None) -> list[Any]:
         """Return [reason to stop, signal, outcome of a write, window of time] of each rank."""

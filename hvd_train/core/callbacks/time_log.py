@@ -21,7 +21,8 @@ class TimeLog:
     """Adds up the windows of all ranks, which each sync collects. Its sums are equal on all ranks.
 
     ``counted``: seconds of the steps that count so far, in this process. Steps that were skipped or rolled back do not.
-    ``lost``: whether the steps since the last window were rolled back.
+    ``placed``: whether the log knows where the ranks are. ``lost``: whether the steps since the last window were rolled
+    back.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -30,7 +31,7 @@ class TimeLog:
         self._row_steps, self._skipped, self._memory = 0.0, 0, 0
         self._written = time.monotonic()
         self.counted, self.lost = 0.0, False
-        self._placed = False  # whether the log knows where the ranks are
+        self.placed = False
         self._at_saves = {0: 0.0}  # ``counted`` at the newest checkpoints
 
     def add(self, training: Training, windows: Sequence[list[Any]]) -> None:
@@ -53,12 +54,12 @@ class TimeLog:
         usage = [one["usage"] for one in process]
         window |= {"usage": dict(zip(USAGE, zip(*usage, strict=True), strict=True))}
         window |= {"sync": round(min(one["sync"] for one in process), 6)}
-        if not self._placed and taken:
+        if not self.placed and taken:
             hosts, cores = zip(*(one["place"] for one in process), strict=True)
             size = sum(spec.nbytes for spec in training.frontend.specs())
             placed = {"hosts": hosts, "cores": cores, "stages": stages, "gradient_bytes": size}
             training.log.ranks(placed | {"step": p.step})
-            self._placed = True
+            self.placed = True
         if taken:
             training.log.steps(window)
         if time.monotonic() - self._written >= ROW_SECONDS:

@@ -49,3 +49,10 @@ def worth_a_look(seconds: np.ndarray) -> str:
 def described(parts: dict[str, float]) -> str:
     """Format shares in words; those below half a percent are left out."""
     return ", ".join(f"{WORDS.get(name, name)} {100 * x:.0f} %" for name, x in parts.items() if x >= 0.005)
+
+
+def duration(seconds: float) -> str:
+    """Format as ``2 min 5 s`` or ``3 h 10 min``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

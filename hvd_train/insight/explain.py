@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import leaves
-from hvd_train.core.shares import SHOWN, WORDS
+from hvd_train.core.shares import SHOWN, WORDS, duration
 from hvd_train.errors import CheckpointError, amount
 from hvd_train.insight import recorded_steps
 from hvd_train.insight.factors import factors
 from hvd_train.insight.findings import Case, findings
 from hvd_train.report import plots
 from hvd_train.report.text_tables import table
-from hvd_train.run_folder import safe_reading
+from hvd_train.run_folder import safe_reading, step_times
 
 BRIEF_SECONDS = 5.0  # of steps; less says little
 MOST_ROWS = 16  # ranks that the table shows
@@ -29,7 +29,8 @@ def case_of(run_dir: Path, after_step: int = 0) -> Case:
     environment: dict[str, Any] = {}
     with suppress(FileNotFoundError, CheckpointError):
         environment = safe_reading.json_object(run_dir / "environment.json")
-    return Case(recorded, dict(leaves(safe_reading.yaml_object(run_dir / "config.yaml"))), environment)
+    config = dict(leaves(safe_reading.yaml_object(run_dir / "config.yaml")))
+    return Case(recorded, config, environment, step_times.totals(run_dir))
 
 
 def explained(case: Case) -> Iterator[str]:
@@ -46,6 +47,11 @@ def explained(case: Case) -> Iterator[str]:
     )
     yield _ranks(case)
     yield _factors(case)
+    counted, allocated = case.allocation
+    if allocated:
+        began = f"; the start took {case.part('start') / allocated:.0%}" if case.recorded.starts == 1 else ""
+        began = began or f"; there were {case.recorded.starts} starts"
+        yield f"{min(counted / allocated, 1):.0%} of {duration(allocated)} went into steps that count{began}."
     found = findings(case)
     if case.in_steps < BRIEF_SECONDS:
         yield f"The steps took {case.in_steps:.1f} seconds in all: too short to judge. A longer run says more."

@@ -48,11 +48,18 @@ class Finding:
 class Case:
     """A run to explain. ``config``: {key with dots: value}. ``environment``: of rank 0; both may lack anything.
 
-    ``seconds``: of the run from the end of its first step, the mean over ranks.
+    ``allocation``: seconds of steps that count, and of all starts; zeros: not known. ``seconds``: of the last start
+    from the end of its first step, the mean over ranks.
     """
 
-    def __init__(self, recorded: RecordedSteps, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
-        self.recorded, self.config, self.environment = recorded, config, environment
+    def __init__(
+        self,
+        recorded: RecordedSteps,
+        config: Mapping[str, Any],
+        environment: Mapping[str, Any],
+        allocation: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        self.recorded, self.config, self.environment, self.allocation = recorded, config, environment, allocation
         self.replay = Replay(recorded)
         self.in_steps = float(np.mean(recorded.total(*STEPS)))
         self.seconds = self.in_steps + self.part("save", "evaluate")

@@ -27,6 +27,7 @@ class RecordedSteps:
 
     ``hosts``, ``cores``: of each rank, () if unknown. ``usage``: {figure of USAGE: one for each rank, or None}.
     ``stages``: of the pipeline; rank = replica x stages + stage. ``sync``: seconds of the fastest sync, or None.
+    ``starts``: of the run.
     """
 
     seconds: np.ndarray
@@ -40,6 +41,7 @@ class RecordedSteps:
     stages: int
     gradient_bytes: int | None
     sync: float | None
+    starts: int
 
     @property
     def ranks(self) -> int:
@@ -73,7 +75,7 @@ def read(run_dir: Path, after_step: int = 0) -> RecordedSteps:
         found = [(row, cells) for row in rows if row["step"] > after_step and (cells := cells_of(row)) is not None]
         found = [(row, cells) for row, cells in found if cells[1].shape[1] == found[-1][1][1].shape[1]]
         if found:
-            return _recorded(found, next((row for row in rows if row["event"] == "ranks"), {}))
+            return _recorded(found, next((row for row in rows if row["event"] == "ranks"), {}), len(starts) - 1)
     raise ConfigError(f"no steps are recorded in {step_times.NAME}", where=str(run_dir), fix=FIX)
 
 
@@ -101,7 +103,7 @@ def cells_of(row: Mapping[str, Any]) -> tuple[list[int], np.ndarray] | None:
         return None
 
 
-def _recorded(found: Sequence[tuple[Mapping[str, Any], Any]], placed: Mapping[str, Any]) -> RecordedSteps:
+def _recorded(found: Sequence[tuple[Mapping[str, Any], Any]], placed: Mapping[str, Any], starts: int) -> RecordedSteps:
     windows, tables = zip(*found, strict=True)
     last, ranks = windows[-1], tables[-1][1].shape[1]
     of_windows = [row["of_windows"] if safe_reading.number(row.get("of_windows")) else 1 for row in windows]
@@ -124,6 +126,7 @@ def _recorded(found: Sequence[tuple[Mapping[str, Any], Any]], placed: Mapping[st
         stages=stages if isinstance(stages, int) and stages > 0 and ranks % stages == 0 else 1,
         gradient_bytes=size if isinstance(size, int) else None,
         sync=min(syncs, default=None),
+        starts=starts,
     )
 
 

@@ -11,7 +11,7 @@ from hvd_train.checkpoint import store
 from hvd_train.config import Config
 from hvd_train.core.hooks import Hook, unknown_events
 from hvd_train.core.loop import Trainer
-from hvd_train.core.shares import SHOWN, described
+from hvd_train.core.shares import SHOWN, described, duration
 from hvd_train.data.dataset import DataSet
 from hvd_train.data.number_labels import remark_on_ignored
 from hvd_train.errors import CheckpointError, amount, listing, printable
@@ -127,14 +127,7 @@ def time_of(summary: dict[str, Any]) -> str:
     if total < LONG_RUN:
         return ""
     shares = described({name: x / total for name, x in parts.items()})
-    return f"time: {shares}; {times['effective']:.0%} of {_duration(times['allocation'])} went into steps that count"
-
-
-def _duration(seconds: float) -> str:
-    """Format as ``2 min 5 s`` or ``3 h 10 min``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"time: {shares}; {times['effective']:.0%} of {duration(times['allocation'])} went into steps that count"
 
 
 def warn_of_events(job: Job, hooks: Sequence[Hook]) -> None:

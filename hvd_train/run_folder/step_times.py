@@ -6,6 +6,7 @@ A resumed run keeps the rows of the steps that it repeats: their time is lost, b
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -91,7 +92,12 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _earlier(rows: Sequence[Mapping[str, Any]], began: float, step: int) -> tuple[float, float]:
+def totals(run_dir: Path) -> tuple[float, float]:
+    """Return the seconds of the steps that count, and of the allocations, in all starts up to the last row."""
+    return _earlier(read(run_dir), math.inf, math.inf)
+
+
+def _earlier(rows: Sequence[Mapping[str, Any]], began: float, step: float) -> tuple[float, float]:
     """Return the seconds that earlier starts spent in the steps up to ``step``, and in their allocations.
 
     An earlier allocation ends with its last row. The current one, which began at ``began``, is not included.

@@ -20,6 +20,7 @@ SAVE_SHARE, EVALUATE_SHARE = 0.05, 0.1
 SAVE_FROM, EVALUATE_FROM = 0.1, 0.25  # from which they are told
 QUEUED = 0.15  # of the time that a rank's threads could run, they waited for a core
 STEADY = 0.7  # of what a rank has more than the others in some steps, it has not less in other steps
+FROM_DISK = 10.0  # MB/s of all ranks, from which a disk is to blame
 MOST_WORKERS = 64
 FAULTS = 100.0  # page faults a second that read from a disk
 SHORT_STEP = 0.003  # seconds
@@ -150,9 +151,11 @@ def _slow_input(case: Case) -> Iterator[Finding]:
     read = [x for x in r.usage.get("read_mb", ()) if x is not None]
     speed = sum(read) / case.seconds if read else 0.0
     disk = f"; {speed:,.0f} MB/s came from disks" if speed >= 1 else ""
+    pack = "pack the data once (hvd-train data pack)"
     seconds = float(np.median(r.weights @ common))
     evidence = f"ranks wait for input {case.share(seconds)} of the time, with data.workers: {workers}{disk}"
-    cure = f"data.workers: {needed}, if cores are free for them; otherwise pack the data once (hvd-train data pack)"
+    cure = f"data.workers: {needed}, if cores are free for them; otherwise {pack}"
+    cure = f"the data on a disk of this host, or {pack}; {cure}" if speed >= FROM_DISK else cure
     yield Finding("input", evidence, cure, case.gain(input=left))
 
 
@@ -252,9 +255,10 @@ def _exchange(case: Case) -> Iterator[Finding]:
     if on_one_host:
         cure = "fewer ranks with more threads, or a larger batch_size"
     else:
-        cure = "a faster network interface (hvd-train doctor names them); exchange.compression, exchange.mode: outer"
+        cure = "a faster network interface (hvd-train doctor names them); exchange.mode: outer"
+        cure = f"exchange.compression: auto, which measures what pays; {cure}" if compression == "none" else cure
     if compression not in ("none", "auto"):
-        cure = f"exchange.compression is {compression}; compare with none ('hvd-train modes'); " + cure
+        cure = f"exchange.compression: auto, which measures whether {compression} or none is faster; {cure}"
     yield Finding("exchange", evidence + bytes_words, cure, case.gain(exchange=least), at_most=True)
 
 

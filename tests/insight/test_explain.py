@@ -160,6 +160,7 @@ def test_what_the_operating_system_knows(tmp_path):
     slow_loader(reads)
     disk = findings(case(tmp_path / "f", reads, usage=usage(read_mb=[500.0, 500.0])))[0]
     assert re.search(r"; [\d,]+ MB/s came from disks", disk.evidence)
+    assert disk.cure.startswith("the data on a disk of this host, or pack")
 
 
 def test_a_cure_for_the_loader_names_enough_workers(tmp_path):

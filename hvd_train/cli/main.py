@@ -81,7 +81,7 @@ def cli() -> None:
 def main() -> None:
     """Run a command. User errors become lines on stderr and an exit code, never a traceback."""
     # Training continues after the reader of its output has left, because the run folder has everything.
-    standard_streams.guard("stderr", *(["stdout"] if sys.argv[1:2] in (["fit"], ["sweep"]) else []))
+    standard_streams.guard("stderr", *(["stdout"] if sys.argv[1:2] in (["fit"], ["sweep"], ["scale"]) else []))
     try:
         if sys.argv[1:2] == ["fit"]:  # a signal may come at any moment
             from hvd_train.launch.signals import listen

@@ -91,9 +91,7 @@ def scale(
         fix = "start it once, without the launcher; it starts the ranks (--launcher srun, or -H)"
         raise ConfigError("the ranks are started already", where=f"by {world().launcher}", fix=fix)
     if seeds and not goal:
-        raise ConfigError(
-            "--seeds repeats trainings to a target", where="--seeds", fix="give --target, or leave it out"
-        )
+        raise ConfigError("--seeds repeats trainings to a target", fix="give --target, or leave --seeds out")
     target = studies.parse_target(goal, config) if goal else None
     numbers = studies.parse_ranks(ranks) if ranks else _up_to_cores()
     study = studies.Study(folder, config, numbers, kind or "strong", steps, target, seeds or 1)
@@ -109,7 +107,10 @@ def scale(
     def starting(count: int) -> list[str]:
         return ["-np", str(count), "--launcher", launcher, *(hosts.options if hosts else [])]
 
-    code = measure(study, starting, limits, lambda line: say(line, err=True))
+    try:
+        code = measure(study, starting, limits, lambda line: say(line, err=True))
+    except KeyboardInterrupt:  # between two runs
+        code = 130
     sys.exit(_finish(studies.load(folder), code, report_dir))
 
 
@@ -120,14 +121,20 @@ def _up_to_cores() -> tuple[int, ...]:
 
 def _submit(study: Study, limits: Limits, resume: bool, title: str) -> None:
     from hvd_train.launch.submit import submit
-    from hvd_train.scaling.study import prepare
+    from hvd_train.scaling.study import STUDY, prepare
     from hvd_train.scaling.turns import scripts
+    from hvd_train.sweep.folder import LOG
 
     scripts(study, limits, title)
     study = study.begin(resume)
-    for trial, text in scripts(study, limits, title):
-        prepare(trial)
-        click.echo(submit(text))
+    try:
+        for trial, text in scripts(study, limits, title):
+            prepare(trial)
+            click.echo(submit(text))
+    except ConfigError:
+        if not resume and not any(study.folder.glob(f"ranks-*/*/{LOG}")):
+            (study.folder / STUDY).unlink()  # Slurm has refused the first job
+        raise
 
 
 def _finish(study: Study, code: int, report_dir: Path | None) -> int:

@@ -75,17 +75,18 @@ class Point:
         """Return whether ranks share a core."""
         return any(one.crowded for one in self.runs)
 
-    def to_target(self) -> tuple[float, float, int, int] | None:
+    def to_target(self) -> tuple[float | None, float | None, int, int]:
         """Return the medians of (samples, seconds) to the target, and how many trainings reached it, of how many.
 
-        A training that has ended without reaching it counts as later than all others. None if none has reached it in
-        the middle.
+        A training that has ended without reaching it counts as later than all others. The medians are None if half of
+        the trainings or more did so.
         """
         ended = [one for one in self.trainings.values() if one.ended or one.reached]
-        samples, seconds = (sorted(one.reached[k] if one.reached else math.inf for one in ended) for k in (0, 1))
-        if not ended or math.isinf(median(samples)):
-            return None
-        return median(samples), median(seconds), sum(one.reached is not None for one in ended), len(ended)
+        reached = sum(one.reached is not None for one in ended)
+        samples, seconds = ([one.reached[k] if one.reached else math.inf for one in ended] for k in (0, 1))
+        if 2 * reached <= len(ended):
+            return None, None, reached, len(ended)
+        return median(samples), median(seconds), reached, len(ended)
 
 
 @dataclass(frozen=True)

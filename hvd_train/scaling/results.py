@@ -21,6 +21,7 @@ from hvd_train.scaling.runs import OF_STEPS
 from hvd_train.scaling.study import WEAK
 
 CSV = "results.csv"
+EXACT, POOR = 0.001, 0.15  # deviations of a law: of one that goes through all points; too large to believe it
 # Columns of results.csv, and the attributes of Factors.
 FACTORS = {
     "parallel_efficiency": "parallel",
@@ -48,9 +49,8 @@ def columns(measured: Measured, one: Point) -> dict[str, Any]:
         row |= {name: getattr(one.factors, key) for name, key in FACTORS.items()} if one.factors else {}
         row |= {"hours": hours, "node_hours": hours * run.hosts}
     if measured.study.target:
-        found = one.to_target()
         names = ["samples_to_target", "seconds_to_target", "trainings_that_reached_it", "trainings"]
-        row |= dict(zip(names, found or (None,) * len(names), strict=True))
+        row |= dict(zip(names, one.to_target(), strict=True))
     row["problem"] = one.problem
     return row
 
@@ -63,29 +63,44 @@ def csv_text(measured: Measured) -> str:
     return text.getvalue()
 
 
-def main_table(measured: Measured) -> tuple[list[str], list[list[str]]]:
-    """Return (header, rows) as text: times, speed-up and cost of each number of ranks."""
+def speed_table(measured: Measured) -> tuple[list[str], list[list[str]]]:
+    """Return (header, rows) as text: the times and the speed-up of each number of ranks."""
     header = ["nodes", "ranks", "cores", "global batch", "step ms", "± 90 %", "p95 ms", "samples/s", "speed-up"]
-    header += ["efficiency", "hours", "node-hours", "runs"]
-    target = measured.study.target
-    header += [f"samples to {target}", "seconds to it"] if target else []
     rows = []
     for one in measured.points:
         x = columns(measured, one)
-        row = [_shown(x["nodes"]), f"{one.ranks}{'*' * one.crowded}", _shown(x["cores"]), f"{one.batch:,}"]
+        row = [_shown(x["nodes"]), _ranks(one), _shown(x["cores"]), f"{one.batch:,}"]
         row += [number(x["step_ms"]), percent(x["step_ms_uncertainty"], 1), number(x["step_ms_p95"])]
         row += [_shown(x["samples_per_second"], ",.0f"), _shown(x["speedup"], ".2f"), percent(x["efficiency"])]
-        row += [number(x["hours"]), number(x["node_hours"]), str(len(one.runs))]
+        rows.append([*row, str(len(one.runs))])
+    return [*header, "efficiency", "runs"], rows
+
+
+def cost_table(measured: Measured) -> tuple[list[str], list[list[str]]]:
+    """Return (header, rows) as text: what the configured training and the way to the target cost."""
+    target = measured.study.target
+    header = ["ranks", "hours", "node-hours"]
+    header += [f"samples to {target}", "seconds to it", "trainings that reached it"] if target else []
+    rows = []
+    for one in measured.points:
+        x = columns(measured, one)
+        row = [_ranks(one), number(x["hours"]), number(x["node_hours"])]
         if target:
+            reached, ended = x["trainings_that_reached_it"], x["trainings"]
             row += [_shown(x["samples_to_target"], ",.0f"), number(x["seconds_to_target"])]
+            row += [f"{reached} of {ended}" if ended else "-"]
         rows.append(row)
     return header, rows
+
+
+def _ranks(one: Point) -> str:
+    return f"{one.ranks}{'*' * one.crowded}"
 
 
 def shares_table(measured: Measured) -> tuple[list[str], list[list[str]]]:
     """Return (header, rows) as text: the shares of a step's time."""
     names = [name for name in OF_STEPS if any(one.shares.get(name, 0) >= 0.0005 for one in measured.known)]
-    rows = [[str(one.ranks), *(percent(one.shares.get(name), 1) for name in names)] for one in measured.known]
+    rows = [[_ranks(one), *(percent(one.shares.get(name), 1) for name in names)] for one in measured.known]
     return ["ranks", *(WORDS.get(name, name) for name in names)], rows
 
 
@@ -94,7 +109,7 @@ def factors_table(measured: Measured) -> tuple[list[str], list[list[str]]]:
     rows = []
     for one in measured.known:
         values = [getattr(one.factors, key, None) for key in FACTORS.values()]
-        rows.append([str(one.ranks), *(_shown(x, ".3f") for x in values)])
+        rows.append([_ranks(one), *(_shown(x, ".3f") for x in values)])
     return ["ranks", *(name.replace("_", " ") for name in FACTORS)], rows
 
 
@@ -125,7 +140,8 @@ def law_sentences(fits: Sequence[Fit]) -> list[str]:
             words += f": {most}{_range(one, 'best', '.3g')}"
         elif law.sigma > 0:
             words += f": at most {1 / law.sigma:.3g} times as fast as one rank"
-        sentences.append(f"{words}; off by at most {one.error:.1%}" if one.spare else words)
+        words += f"; off by at most {percent(one.error, 1)}" if one.spare or one.error > EXACT else ""
+        sentences.append(f"{words}, so it does not hold here" if one.error > POOR else words)
     return sentences
 
 
@@ -144,15 +160,13 @@ def _range(one: Fit, quantity: str, form: str) -> str:
 def text(measured: Measured) -> str:
     """Return the tables, the laws and the notes for the terminal. Raises ConfigError if nothing was measured."""
     fits, about_fits = measured.fits()
-    lines = [
-        title(measured),
-        table(*main_table(measured)),
-        "",
-        "shares of a step's time",
-        table(*shares_table(measured)),
-    ]
-    lines += ["", *law_sentences(fits), *about_fits, *measured.notes()]
-    return "\n".join(lines)
+    blocks = [f"{title(measured)}\n{table(*speed_table(measured))}"]
+    blocks.append(f"cost of the configured training's steps\n{table(*cost_table(measured))}")
+    blocks.append(f"shares of a step's time\n{table(*shares_table(measured))}")
+    if any(one.factors for one in measured.known):
+        blocks.append(f"factors of the efficiency within a step\n{table(*factors_table(measured))}")
+    blocks.append("\n".join([*law_sentences(fits), *about_fits, *measured.notes()]))
+    return "\n\n".join(blocks)
 
 
 def title(measured: Measured) -> str:

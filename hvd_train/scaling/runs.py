@@ -99,7 +99,7 @@ def read_training(run_dir: Path, target: Target, batch: int) -> Training | None:
     """Read a training, also one that has not ended; None if it was not evaluated yet. ``batch``: the global batch."""
     with suppress(CheckpointError, OSError, KeyError, TypeError, ValueError):
         rows, _ = metrics_file.read(run_dir)
-        times = [row for row in step_times.read(run_dir) if row["event"] != "start"]
+        times = [row for row in step_times.read(run_dir) if safe_reading.number(row.get("counted"))]
         steps, counted = _increasing([(row["step"], row["counted"]) for row in times])
         seen = _samples(rows)
         curve = []

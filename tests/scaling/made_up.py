@@ -33,7 +33,8 @@ def write_run(trial, compute=10.0, exchange=0.0, ranks=None, cores=64, per_host=
 
 def write_training(trial, accuracies, seconds_each, samples=100):
     """Write a whole training that was evaluated after each epoch."""
-    run, rows, times = Path(trial.config.run_dir), [], []
+    start = [{"time": 0.0, "event": "start", "began": 0.0, "step": 0}, {"time": 0.0, "event": "ranks", "step": 1}]
+    run, rows, times = Path(trial.config.run_dir), [], start
     for k, accuracy in enumerate(accuracies, 1):
         rows.append({"event": "train", "epoch": k, "step": 10 * k, "loss": 1.0, "samples": samples})
         rows.append({"event": "val", "epoch": k, "step": 10 * k, "loss": 1.0, "accuracy": accuracy, "samples": 5})

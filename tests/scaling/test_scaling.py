@@ -6,21 +6,29 @@ import csv
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hvd_train.cli.main import cli
 from hvd_train.config import load_config
 from hvd_train.errors import ConfigError
 from hvd_train.insight.scaling_laws import Law
-from hvd_train.scaling import results, runs, turns
+from hvd_train.launch.start import environment
+from hvd_train.scaling import page, results, runs, turns
 from hvd_train.scaling.points import measured
 from hvd_train.scaling.study import Study, Target, load, parse_ranks, parse_target, prepare
 from hvd_train.sweep.folder import LOG, fail
+from tests.limits import SECONDS
 from tests.scaling.made_up import write_run, write_training
 
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "scripts" / "configs" / "tiny.yaml"
 TARGET = Target("val_accuracy", 0.9, "max")
 
 
@@ -217,7 +225,7 @@ def test_table_and_pictures(tmp_path):
     assert float(rows[1]["share_exchange"]) == pytest.approx(0.25, abs=1e-3) and rows[1]["share_input"] == "0.0"
     told = results.text(found)
     assert "8 ranks: 2 of 2 trainings did not reach val_accuracy=0.9 (best 0.7)" in told
-    assert "samples to val_accuracy=0.9" in told
+    assert "samples to val_accuracy=0.9" in told and "0 of 2" in told
     names = {"speedup.png", "shares.png", "hours.png", "target.png"}
     assert names == {path.name for path in (tmp_path / "s").glob("*.png")}
 
@@ -229,7 +237,7 @@ def test_a_target_that_half_of_the_trainings_reach(tmp_path):
     one = measured(s).points[0]
     assert one.to_target() == (200, 4.0, 2, 3), "the median counts one that never reached it as the last"
     write_training(s.training(1, 1), [0.5, 0.6], 1.0)
-    assert measured(s).points[0].to_target() is None
+    assert measured(s).points[0].to_target() == (None, None, 1, 3)
 
 
 # ---- turns
@@ -358,3 +366,114 @@ def test_files_of_a_study_that_are_damaged(tmp_path):
             load(tmp_path)
         assert caught.value.exit_code == 4
     prepare(study(tmp_path).short_run(1, 0))
+
+
+class Page(HTMLParser):
+    """The rows of tables, the text and the tags of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.rows, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        assert not {"src", "href"} & dict(attributes).keys() or tag in ("use", "image")
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+        self.text += data
+
+
+def test_the_page_for_a_proposal(tmp_path):
+    s = filled(tmp_path / "s", Law(1000.0, 0.05, 0.002), target=TARGET, seeds=2)
+    write_training(s.training(1, 0), [0.5, 0.95], 1.0)
+    fail(s.short_run(8, 2), "a <b>rank</b> was lost", 5)
+    found = measured(s)
+    path = page.write(found, tmp_path / "proposal")
+    assert {one.name for one in path.parent.iterdir()} == {"index.html", "results.csv"}
+    text = path.read_text()
+    read = Page(text)
+    assert (
+        read.tags.count("svg") == 4
+        and "script" not in read.tags
+        and "http" not in text.replace("http://www.w3.org", "")
+    )
+    assert "8 ranks: failed: a <b>rank</b> was lost" in read.text
+    row = next(row for row in read.rows if row[:2] == ["1", "4"])
+    assert row[8:10] == [f"{found.speedup(found.points[2]):.2f}", f"{100 * found.efficiency(found.points[2]):.0f} %"]
+    # N / (1 + 0.05 (N-1) + 0.002 N (N-1)): 0.849 on 4 ranks, 0.69 on 8
+    assert "4 ranks are the most whose parallel efficiency is at least 70 %" in read.text
+    assert "of 100 steps each. The first 25 % of the steps are not timed" in read.text
+    assert "The global batch is 32 samples on all numbers of ranks (strong scaling)" in read.text
+    assert "2 trainings with different seeds" in read.text and "{" not in page.method(found)
+
+
+def test_a_page_of_one_point(tmp_path):
+    s = study(tmp_path, (2, 4), kind="weak").begin(False)
+    write_run(s.short_run(2, 0))
+    found = measured(s)
+    read = Page(page.write(found, tmp_path / "p").read_text())
+    assert "2 ranks are the most" in read.text and "Each rank keeps its batch" in read.text
+    assert "not measured yet: rank number 4; --resume goes on" in results.text(found)
+    results.write(found)
+
+
+# ---- as typed
+
+
+def scale(*words, cwd, code=0):
+    line = [sys.executable, "-m", "hvd_train", "scale", *words]
+    done = subprocess.run(
+        line, cwd=cwd, env=environment() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=SECONDS,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--ranks", "1,x"], "'x' is no number of ranks; --ranks 1,x"),
+        (["--ranks", "1,3"], "cannot be divided over 3 ranks"),
+        (["--seeds", "2"], "--seeds repeats trainings to a target; give --target"),
+        (["--target", "accuracy=1"], "unknown 'accuracy'; did you mean 'val_accuracy'"),
+        (["--resume"], "there is no study to continue"),
+        (["--collect"], "the folder holds no study"),
+        (["--slurm"], "a job needs to know how long it trains; --slurm; give --steps"),
+        (["--ranks", "4", "-H", "here:2"], "4 ranks"),
+    ],
+)
+def test_mistakes(words, what, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(what)) as caught:
+        cli.main(["scale", "--run-dir", "s", *words], standalone_mode=False)
+    assert "\n" not in str(caught.value) and not (tmp_path / "s").exists()
+
+
+def test_a_study_as_typed(tmp_path):
+    """One rank and two train, an interrupted study goes on, and there is a page."""
+    own = ["-c", str(TINY), "--run-dir", "s", "--steps", "24", "--repeats", "1", "--ranks"]
+    first = scale(*own, "1", "--target", "val_accuracy=0.1", cwd=tmp_path)
+    assert "run 1 of at most 1, 1 rank: " in first.stderr and "training 1 of 1 to val_accuracy=0.1" in first.stderr
+    both = scale(*own, "1,2", "--target", "val_accuracy=0.1", "--resume", "--report", "p", cwd=tmp_path)
+    assert "run 1 of at most 1, 1 rank" not in both.stderr and "1 of at most 1, 2 ranks" in both.stderr
+    rows = list(csv.DictReader((tmp_path / "p" / "results.csv").open()))
+    assert [row["ranks"] for row in rows] == ["1", "2"] and rows[0]["speedup"] == "1.0"
+    for row in rows:
+        shares = sum(float(row[name]) for name in row if name.startswith("share_"))
+        assert shares == pytest.approx(1) and float(row["step_ms"]) > 0 and int(row["runs"]) == 1
+        assert float(row["samples_per_second"]) > 0 and float(row["samples_to_target"]) > 0
+        assert float(row["parallel_efficiency"]) == pytest.approx(
+            float(row["load_balance"]) * float(row["communication_efficiency"])
+        )
+    assert rows[0]["samples_to_target"] == rows[1]["samples_to_target"], "two ranks train as one"
+    assert Page((tmp_path / "p" / "index.html").read_text()).tags.count("svg") == 4
+    collected = scale("--run-dir", "s", "--collect", cwd=tmp_path)
+    assert collected.stdout.startswith("strong scaling (the global batch stays) of pytorch")

@@ -19,6 +19,8 @@ COMMANDS = {
     "find-lr": "find_lr.find_lr",
     "modes": "modes.modes",
     "measure": "modes.measure",
+    "plan": "plan.plan",
+    "calibrate": "plan.calibrate",
     "sweep": "sweep.sweep",
     "scale": "scale.scale",
     "submit": "submit.submit",

@@ -56,6 +56,27 @@ num_proc = click.option(
 )
 any_launcher = launcher()
 
+AUTO_RANKS = "auto"
+
+
+class _RanksOrAuto(click.IntRange):
+    """A number of ranks, or AUTO_RANKS."""
+
+    name = "integer|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == AUTO_RANKS else super().convert(value, param, ctx)
+
+
+num_proc_or_auto = click.option(
+    "-np",
+    "--num-proc",
+    type=_RanksOrAuto(min=1),
+    metavar="N|auto",
+    help="Start this many ranks on this host; auto: as many as train fastest, measured before (without: this process "
+    "alone).",
+)
+
 
 def hosts(command: Callable) -> Callable:
     """Add the options that name hosts. The command gets them as ``hosts``, or None."""

@@ -16,10 +16,14 @@ from hvd_train.launch.watchdog import state
 
 STOP_SECONDS = 3.0  # for a command to stop its ranks and itself
 STOPPED = (75, 130, 143)  # exit codes after a signal
+TOO_LONG = 124  # exit code of a command that was ended because its time was over
 
 
-def run(line: Sequence[str], env: Mapping[str, str], log: Path) -> int:
-    """Run a command and return its exit code. A signal to this process is forwarded; the code is then in STOPPED."""
+def run(line: Sequence[str], env: Mapping[str, str], log: Path, seconds: float | None = None) -> int:
+    """Run a command and return its exit code. A signal to this process is forwarded; the code is then in STOPPED.
+
+    ``seconds``: after which the command is ended; the code is then TOO_LONG.
+    """
     with open(log, "w") as output:
         child: subprocess.Popen | None = None
         received: list[int] = []
@@ -51,12 +55,25 @@ def run(line: Sequence[str], env: Mapping[str, str], log: Path) -> int:
             )
             if received:
                 child.send_signal(received[0])
-            code = child.wait()
+            code = _wait(child, seconds)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
     code = code if code >= 0 else 128 - code
     return (code if code in STOPPED else 128 + received[0]) if received else code
+
+
+def _wait(child: subprocess.Popen, seconds: float | None) -> int:
+    try:
+        return child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        child.terminate()
+    try:
+        child.wait(2 * STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    return TOO_LONG
 
 
 def reason(log: Path, code: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hvd_train.compression.table import COMPRESSORS
-from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec, allgather_json
+from hvd_train.protocol import Communicator, Compressor, Ops, Packing, Tensor, TensorSpec, allgather_json
 from hvd_train.update.exchange import Exchange
 
 CANDIDATES = tuple(name for name, one in COMPRESSORS.items() if one.auto)  # the least lossy first
@@ -29,7 +29,7 @@ def choose(
     """Return the choice and {candidate: seconds of one exchange on the slowest rank}, equal on all ranks."""
     if communicator.size == 1:
         return "none", {}
-    seconds = {name: _seconds(specs, packing, make(name), communicator, ops) for name in CANDIDATES}
+    seconds = {name: fastest(Exchange(specs, packing, make(name), communicator, ops), specs) for name in CANDIDATES}
     choice = CANDIDATES[0]
     for name in CANDIDATES[1:]:
         if seconds[name] < WORTH * seconds[choice]:
@@ -37,17 +37,21 @@ def choose(
     return choice, seconds
 
 
-def _seconds(
-    specs: Sequence[TensorSpec], packing: Packing, compressor: Compressor, communicator: Communicator, ops: Ops
-) -> float:
-    """Time the exchange several times; return the seconds of the fastest turn on the slowest rank."""
-    # The fastest, because noise can only make an exchange longer.
-    exchange = Exchange(specs, packing, compressor, communicator, ops)
+def random_gradients(exchange: Exchange, specs: Sequence[TensorSpec]) -> list[Tensor]:
+    """Return random gradients for the buckets of an exchange, equal on all ranks."""
     rng = np.random.default_rng(0)
     gradients = []
     for members in exchange.buckets:
         drawn = rng.standard_normal(sum(specs[i].size for i in members), np.float32)
-        gradients.append(ops.from_numpy(drawn.astype(specs[members[0]].dtype)))
+        gradients.append(exchange.ops.from_numpy(drawn.astype(specs[members[0]].dtype)))
+    return gradients
+
+
+def fastest(exchange: Exchange, specs: Sequence[TensorSpec]) -> float:
+    """Time the exchange several times; return the seconds of the fastest turn on the slowest rank."""
+    # The fastest, because noise can only make an exchange longer.
+    communicator, ops = exchange.communicator, exchange.ops
+    gradients = random_gradients(exchange, specs)
     states = [tuple(map(ops.from_numpy, arrays)) for arrays in exchange.init_state()]
     best = math.inf
     for turn in range(TURNS):

@@ -148,6 +148,8 @@ def test_commands_run(tmp_path, page):
             words += ["--set", "max_steps=1", "--set", "limit_val_batches=1"]
         if "modes" in words:  # each of which starts ranks of its own
             words += ["--modes", "synchronous,int8", "--steps", "8", "--turns", "1"]
+        if "plan" in words:
+            words += ["--seconds", "5"]
         words[0] = words[0].removeprefix(".venv/bin/")
         for taken in ("job", "default"):  # a page shows other ways to do the same
             shutil.rmtree(tmp_path / "runs" / taken, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,6 +13,9 @@ from hvd_train.cli import options
 from hvd_train.cli.launching import open_rendezvous, rank_words
 from hvd_train.errors import ConfigError
 from hvd_train.run_folder.terminal import say
+
+if TYPE_CHECKING:
+    from hvd_train.config import Config
 
 SECONDS = 60.0
 
@@ -32,6 +36,13 @@ SECONDS = 60.0
 @click.option("--budget", metavar="200nodeh", help="Choose among what takes no more node-hours.")
 @click.option(
     "--rehearse", metavar="N,...", help="Start N ranks that sleep instead of computing, and exchange for real."
+)
+@click.option(
+    "--study",
+    "folder",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Plan for the configuration of a study by scale, and compare with what it has measured.",
 )
 @click.option(
     "--seconds",
@@ -60,6 +71,7 @@ def plan(
     deadline: str | None,
     budget: str | None,
     rehearse: str | None,
+    folder: Path | None,
     seconds: float,
     launcher: str,
     outputs: tuple[Path, ...],
@@ -94,28 +106,35 @@ def plan(
     if strange := [file for file in outputs if file.suffix not in (".png", ".svg", ".pdf", ".csv", ".json")]:
         fix = "give .png, .svg, .pdf, .csv or .json"
         raise ConfigError("the ending says what to write", where=f"-o {strange[0]}", fix=fix)
-    config = load_config(path, sets)
+    studied: dict[int, list[float]] = {}
+    if folder:
+        if path or sets or kind:
+            raise ConfigError("the study has its own configuration", where="--study", fix="leave out -c, --set, --weak")
+        config, kind, studied = _of_study(folder)
+    else:
+        config = load_config(path, sets)
     measuring.check(config)
     config = planning.with_batches(config, kind) if kind else config
     cores = measuring.host_cores()
     wanted = measuring.placements(cores, config.threads, [n for n in on_host if n <= cores])
     start = measuring.on_ranks("auto")
-    with measuring.folder_of(config, shared=False) as folder:
-        measured = measuring.measure(config, wanted, seconds, start, folder, _report)
+    with measuring.folder_of(config, shared=False) as files:
+        measured = measuring.measure(config, wanted, seconds, start, files, _report)
     model, rehearsed = measured.model(config.exchange.compression), {}
-    with measuring.folder_of(config, shared=launcher != "auto") as folder:
+    with measuring.folder_of(config, shared=launcher != "auto") as files:
         for n in slept:
             own = planning.slept(model, planning.batch_of_rank(config, n))
             try:
-                taken = measuring.rehearse(config, n, own, 5.0, measuring.on_ranks(launcher), folder / str(n))
+                taken = measuring.rehearse(config, n, own, 5.0, measuring.on_ranks(launcher), files / str(n))
             except ConfigError as error:  # what was measured is kept
                 say(f"warning: {error}", err=True)
                 continue
             rehearsed[n] = taken
-    found = planning.rows(config, measured, counts, on_host, network, rehearsed)
+    on_host = sorted({*on_host, *studied})
+    found = planning.rows(config, measured, counts, on_host, network, rehearsed, studied)
     click.echo(planning.text(found, wish, config, measured, network))
     for file in outputs:
-        _write(file, found, measured)
+        _write(file, found, measured, studied)
         click.echo(f"written: {file}")
 
 
@@ -123,7 +142,20 @@ def _report(line: str) -> None:
     say(line, err=True)
 
 
-def _write(file: Path, found: list, measured: object) -> None:
+def _of_study(folder: Path) -> tuple[Config, str, dict[int, list[float]]]:
+    """Return a study's configuration, strong or weak, and samples/s of the runs of each number of ranks of one host."""
+    from hvd_train.scaling import study as studies
+    from hvd_train.scaling.points import measured
+
+    study = studies.load(folder)
+    points = [one for one in measured(study).known if all(run.hosts == 1 for run in one.runs)]
+    if not points:
+        fix = "run hvd-train scale, or give another folder"
+        raise ConfigError("the study holds no runs of one host", where=f"--study {folder}", fix=fix)
+    return study.config, study.kind, {one.ranks: [run.rate for run in one.runs] for one in points}
+
+
+def _write(file: Path, found: list, measured: object, studied: dict[int, list[float]]) -> None:
     from hvd_train import files
     from hvd_train.insight import plan as planning
     from hvd_train.insight.plan_picture import picture
@@ -133,7 +165,7 @@ def _write(file: Path, found: list, measured: object) -> None:
     elif file.suffix == ".json":
         files.put(file, planning.json_text(found, measured).encode())  # type: ignore[arg-type]
     else:
-        picture(found, file)
+        picture(found, file, studied)
 
 
 @click.command(hidden=True)

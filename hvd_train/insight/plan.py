@@ -196,7 +196,12 @@ def slept_placement(model: Model) -> tuple[int, int]:
 
 def slept(model: Model, batch: float) -> list[float]:
     """Return the seconds that the ranks of a rehearsal draw from: own times, a step each, at this batch."""
-    point = model.parts(*slept_placement(model)).point
+    return slept_as(model, slept_placement(model), batch)
+
+
+def slept_as(model: Model, placement: tuple[int, int], batch: float) -> list[float]:
+    """Return own times of a measured placement, a step each, at this batch."""
+    point = model.parts(*placement).point
     factor = point.own_with(batch) / point.mean_own
     return (factor * np.repeat(point.own, point.weights.astype(int), axis=1)).reshape(-1)[:4000].tolist()
 

@@ -10,6 +10,7 @@ import re
 import numpy as np
 import pytest
 
+from hvd_train.cli.plan import _of_study
 from hvd_train.config import load_config
 from hvd_train.errors import ConfigError
 from hvd_train.insight import auto_ranks, plan
@@ -17,7 +18,9 @@ from hvd_train.insight import calibration as measuring
 from hvd_train.insight.calibration import Calibration, placements, point_of, trial
 from hvd_train.insight.plan import Wish, parse_budget, parse_counts, parse_hours, parse_link, with_batches
 from hvd_train.insight.plan_picture import picture
+from hvd_train.scaling.study import Study
 from tests.cli.running import commands, run
+from tests.scaling.made_up import write_run
 
 CONFIG = load_config(None, ["batch_size=32", "max_epochs=10"])
 
@@ -269,6 +272,8 @@ MISTAKES = {
     "plan -c job.yaml --link fast": "this is no speed of a link; --link fast; give 10gbit",
     "plan -c job.yaml --deadline soon": "this is no time; --deadline soon; give 6h",
     "plan -c job.yaml -o plan.txt": "the ending says what to write; -o plan.txt; give .png",
+    "plan -c job.yaml --study nowhere": "the study has its own configuration; --study; leave out -c",
+    "plan --study nowhere": "the folder holds no study; ",
     "plan -c job.yaml --set exchange.mode=outer": "plan predicts synchronous training",
     "fit -np auto -c job.yaml --dry-run": "auto measures before it chooses; -np auto; leave out --dry-run",
     "fit -np auto -c job.yaml -H a:1": "auto chooses ranks of this host alone; -np auto; give their number",
@@ -302,6 +307,17 @@ def test_a_plan_on_real_ranks(tmp_path, framework):
     assert several["sent"] == pytest.approx(4 * weights) and several["samples"] > 1000
     assert len(several["calls"]) == 2 and all(row[1] >= row[2] >= 0 for rank in several["calls"] for row in rank)
     assert (tmp_path / "plan.png").exists() and not (tmp_path / "runs").exists()
+
+
+def test_a_study_gives_configuration_batches_and_runs(tmp_path):
+    study = Study(tmp_path / "study", load_config(None, ["batch_size=32"]), (1, 2), "weak").begin(resume=False)
+    with pytest.raises(ConfigError, match="the study holds no runs of one host"):
+        _of_study(study.folder)
+    for ranks, number in ((1, 0), (1, 1), (2, 0)):
+        write_run(study.short_run(ranks, number, steps=100), compute=10.0 + number, exchange=float(ranks - 1))
+    config, kind, rates = _of_study(study.folder)
+    assert (config.batch_size, kind) == (32, "weak") and [*rates] == [1, 2]
+    assert rates[1] == pytest.approx([3200, 32000 / 11]) and rates[2] == pytest.approx([64000 / 11])
 
 
 @pytest.mark.long("a plan runs each time")

@@ -1,0 +1,192 @@
+"""Predicted against measured: ``hvd-train plan`` beside real trainings, for models, frameworks, ranks and links.
+
+On this host a cell is a model, a framework and a number of ranks. A study (``hvd-train scale --weak``) measures it,
+half before and half after the plan, so that a drift of the machine hits both. Ranks up to the cores are tried by the
+plan; more are extrapolated, and share cores. Over links (``--rates``, network namespaces as root) a cell is a
+rehearsal: ranks that sleep the steps' own times and exchange for real, against the prediction for as many hosts.
+
+Baselines: linear (N times one rank), and for extrapolated ranks a scaling law through the study's smaller ones: the
+universal law where there are three, else Amdahl's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import modes
+from compare import machine
+from work import MODELS, ROOT, settings
+
+from hvd_train.config import Config, load_config, resolved_yaml
+from hvd_train.errors import TrainError
+from hvd_train.insight import calibration, plan, scaling_laws
+from hvd_train.insight.prediction import Prediction
+from hvd_train.launch.start import environment
+from hvd_train.report.text_tables import table
+from hvd_train.scaling import study as studies
+from hvd_train.scaling.points import measured
+
+CHOICE = 1.05  # a choice is good if the best takes at most so much less time
+REHEARSED = 4.0  # seconds of a rehearsal
+COLUMNS = ("framework", "model", "where", "ranks", "how", "measured", "predicted", "error", "inside", "linear", "law")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def study(file: Path, folder: Path, ranks: Sequence[int], repeats: int, seconds: float) -> dict[int, list[float]]:
+    """Measure, or go on to so many repeats; return samples/s of each run, by ranks."""
+    words = ["scale", "-c", str(file), "--weak", "--ranks", ",".join(map(str, ranks)), "--seconds", f"{seconds:g}"]
+    words += ["--repeats", str(repeats), "--run-dir", str(folder), *(["--resume"] if folder.exists() else [])]
+    line = [sys.executable, "-m", "hvd_train", *words]
+    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        say(done.stderr[-2000:])
+    return {one.ranks: [run.rate for run in one.runs] for one in measured(studies.load(folder)).known}
+
+
+def baselines(rates: dict[int, list[float]], ranks: int, one: float) -> tuple[float, float | None]:
+    """Return samples/s by the linear law from one rank of the plan, and by a law through the study's smaller ranks."""
+    smaller = {n: values for n, values in rates.items() if n < ranks}
+    name = scaling_laws.UNIVERSAL if len(smaller) > 2 else scaling_laws.AMDAHL
+    law = scaling_laws.fit(smaller, name) if len(smaller) > 1 else None
+    return one * ranks, float(law.law.rate(ranks)) if law else None
+
+
+def on_this_host(name: dict, config: Config, options: Any, folder: Path) -> tuple[list[dict], calibration.Calibration]:
+    """Return the cells of this host, and the calibration."""
+    file, cores = folder / "job.yaml", calibration.host_cores()
+    file.write_text(resolved_yaml(config))
+    ranks = [int(n) for n in options.ranks.split(",")]
+    half = max(options.repeats // 2, 1)
+    study(file, folder / "study", ranks, half, options.seconds)
+    placements = calibration.placements(cores, config.threads, [n for n in ranks if n <= cores])
+    start = calibration.on_ranks("auto")
+    found = calibration.measure(config, placements, options.plan_seconds, start, folder / "plan", lambda line: None)
+    rates = study(file, folder / "study", ranks, options.repeats, options.seconds)
+    rows = [row for row in plan.rows(config, found, ranks=ranks, studied=rates) if row.studied]
+    one = next((row.at.rate for row in rows if row.at.ranks == 1), 0.0)
+    cells = []
+    for row in rows:
+        true = float(row.studied or 0)
+        linear, law = baselines(rates, row.at.ranks, one)
+        cell = compared(row.at, true) | {"where": "here", "how": row.source, "linear": linear / true - 1}
+        cells.append(name | cell | {"law": law / true - 1 if law and row.source == "predicted" else None})
+    return cells, found
+
+
+def compared(at: Prediction, true: float) -> dict[str, Any]:
+    """Return a prediction beside the measured samples/s."""
+    inside = at.ranks * at.batch / at.high <= true <= at.ranks * at.batch / at.low
+    error = at.rate / true - 1
+    return {"ranks": at.ranks, "measured": true, "predicted": at.rate, "error": error, "inside": inside}
+
+
+def over_links(name: dict, config: Config, found: calibration.Calibration, options: Any, folder: Path) -> list[dict]:
+    """Return the cells of rehearsals over links."""
+    cells, model = [], found.model(config.exchange.compression)
+    key = max((key for key in model.placements if key[0] == 1), key=lambda key: -key[1])
+    for rate in filter(None, options.rates.split(",")):
+        for hosts in map(int, options.hosts.split(",")):
+            at = model.predict(hosts, 1, key[1], plan.parse_link(rate), plan.batch_of_rank(config, hosts))
+            own = plan.slept_as(model, key, at.batch)
+            try:
+                with modes.started(rate, hosts, folder) as (start, _):
+                    taken = calibration.rehearse(config, hosts, own, REHEARSED, start, folder / f"{rate}-{hosts}")
+            except TrainError as error:
+                say(f"{name['model']}, {rate}, {hosts} hosts: {error}")
+                continue
+            true = hosts * at.batch / (sum(taken) / len(taken))
+            cell = compared(at, true) | {"where": rate, "how": "rehearsed"}
+            cells.append(name | cell | {"linear": hosts * at.batch / at.own / true - 1, "law": None})
+    return cells
+
+
+def summary(cells: Sequence[dict]) -> list[str]:
+    """Return the figures over all cells, and the cells that lose."""
+    lines = []
+    kinds = {"tried": "measured", "extrapolated on this host": "predicted", "over links": "rehearsed"}
+    for title, how in kinds.items():
+        some = [one for one in cells if one["how"] == how]
+        if not some:
+            continue
+        errors = [abs(one["error"]) for one in some]
+        text = (
+            f"{title}: {len(some)} cells, median error {100 * median(errors):.1f} %, largest {100 * max(errors):.1f} %"
+        )
+        text += f"; {sum(one['inside'] for one in some)} of {len(some)} within the 90 % interval"
+        for law in ("linear", "law"):
+            if values := [abs(one[law]) for one in some if one[law] is not None]:
+                text += f"; {law}: median error {100 * median(values):.1f} %"
+        lines.append(text)
+    groups: dict[tuple, list[dict]] = {}
+    for one in cells:
+        if one["where"] == "here":
+            groups.setdefault((one["framework"], one["model"]), []).append(one)
+    good = 0
+    for group in groups.values():
+        taken = max(group, key=lambda one: one["predicted"])
+        good += max(one["measured"] for one in group) <= CHOICE * taken["measured"]
+    if groups:
+        lines.append(f"choice of ranks: within 5 % of the best in {good} of {len(groups)}")
+    lost = [one for one in cells if not one["inside"]]
+    lines += [
+        f"outside its interval: {one['framework']}, {one['model']}, {one['where']}, {one['ranks']} ranks: "
+        f"{100 * one['error']:+.1f} %"
+        for one in lost
+    ]
+    return lines
+
+
+def shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{100 * value:+.1f} %" if abs(value) < 20 else f"{value:,.0f}"
+    return "-" if value is None else str(value)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench insight", description=__doc__)
+    parser.add_argument("--frameworks", default="pytorch,tensorflow")
+    parser.add_argument("--models", default="cnn,mlp,resnet,thin,gpt", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--ranks", default="1,2,4", help="on this host")
+    parser.add_argument("--rates", default="", help="links to rehearse over, as in 100mbit,1gbit,10gbit (as root)")
+    parser.add_argument("--hosts", default="2,4,8", help="hosts of the rehearsals")
+    parser.add_argument("--repeats", type=int, default=4, help="runs of a study for each number of ranks")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of steps of each run of the study")
+    parser.add_argument("--plan-seconds", type=float, default=60.0)
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-insight", help="folder")
+    options = parser.parse_args(arguments)
+    options.output.mkdir(parents=True, exist_ok=True)
+    about = [f"scripts/bench insight {' '.join(arguments)}".strip(), machine(), time.strftime("%Y-%m-%d")]
+    cells: list[dict] = []
+    for framework in options.frameworks.split(","):
+        for model in options.models.split(","):
+            name = {"framework": framework, "model": model}
+            with tempfile.TemporaryDirectory() as temporary:
+                folder = Path(temporary)
+                config = load_config(base=settings(framework, model, {}) | {"run_dir": str(folder / "run")})
+                try:
+                    some, found = on_this_host(name, config, options, folder)
+                    some += over_links(name, config, found, options, folder)
+                except TrainError as error:  # the other cells are kept
+                    say(f"{framework}, {model}: {error}")
+                    continue
+            cells += some
+            say(table(COLUMNS, [[shown(one[key]) for key in COLUMNS] for one in some]))
+            (options.output / "insight.json").write_text(json.dumps({"about": about, "cells": cells}, indent=1) + "\n")
+    rows = table(COLUMNS, [[shown(one[key]) for key in COLUMNS] for one in cells])
+    text = "\n".join([*about, "", rows, "", *summary(cells)])
+    (options.output / "insight.txt").write_text(text + "\n")
+    say("\n".join(["", *summary(cells), f"{options.output}: insight.json, insight.txt"]))

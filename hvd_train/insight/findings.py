@@ -63,7 +63,7 @@ class Case:
         self.recorded, self.config, self.environment, self.allocation = recorded, config, environment, allocation
         self.replay = Replay(recorded)
         self.in_steps = float(np.mean(recorded.total(*STEPS)))
-        self.seconds = self.in_steps + self.part("save", "evaluate")
+        self.seconds = max(self.in_steps + self.part("save", "evaluate"), 1e-9)
         self.step = self.replay.seconds / float(recorded.weights @ recorded.steps)
         every_step = self.setting("exchange.mode", "allreduce") in ("allreduce", "delayed", "partial")
         self.in_lockstep = recorded.ranks > 1 and recorded.stages == 1 and every_step

@@ -98,7 +98,7 @@ def cells_of(row: Mapping[str, Any]) -> tuple[list[int], np.ndarray] | None:
         if any(len(one) != len(of_cells) * parts for one in cells):
             of_cells, cells = [steps], [np.sum(np.reshape(one, (-1, parts)), axis=0) for one in cells]
         table = np.array(cells, dtype=float).reshape(ranks, -1, parts) / 1e6
-        return of_cells, table.swapaxes(0, 1)
+        return (of_cells, table.swapaxes(0, 1)) if table.sum() > 0 and table.min() >= 0 else None
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 

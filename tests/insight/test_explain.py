@@ -236,7 +236,7 @@ def test_damaged_and_foreign_files(tmp_path):
     window = next(row for row in rows if row["event"] == "steps")
     bad = [
         {**window, "cells": [[1, 2, 3, 4]]}, {**window, "steps": 10**15, "cell_steps": 0}, {**window, "cells": "x"},
-        {**window, "seconds": {"input": [0.0]}}, {**window, "cells": []}, {**window, "cell_steps": None},
+        {**window, "cells": [[0] * 32] * 2}, {**window, "cells": [[-1] * 32] * 2}, {**window, "seconds": {"input": [0.0]}}, {**window, "cells": []}, {**window, "cell_steps": None},
     ]  # fmt: skip
     (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *bad]) + '{"event": "ste')
     (folder / "config.yaml").write_text("[")

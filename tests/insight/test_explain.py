@@ -234,10 +234,11 @@ def test_damaged_and_foreign_files(tmp_path):
     whole = recorded_steps.read(folder)
     rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     window = next(row for row in rows if row["event"] == "steps")
-    bad = [
-        {**window, "cells": [[1, 2, 3, 4]]}, {**window, "steps": 10**15, "cell_steps": 0}, {**window, "cells": "x"},
-        {**window, "cells": [[0] * 32] * 2}, {**window, "cells": [[-1] * 32] * 2}, {**window, "seconds": {"input": [0.0]}}, {**window, "cells": []}, {**window, "cell_steps": None},
+    changes = [
+        {"cells": [[1, 2, 3, 4]]}, {"cells": "x"}, {"cells": []}, {"cells": [[0] * 32] * 2}, {"cells": [[-1] * 32] * 2},
+        {"steps": 10**15, "cell_steps": 0}, {"cell_steps": None}, {"seconds": {"input": [0.0]}},
     ]  # fmt: skip
+    bad = [window | change for change in changes]
     (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *bad]) + '{"event": "ste')
     (folder / "config.yaml").write_text("[")
     (folder / "environment.json").write_text("{")

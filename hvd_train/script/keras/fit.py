@@ -349,7 +349,7 @@ class DistributedFit:
         """Classify the user's losses and metrics over samples, before the first training or evaluation."""
         if self._probed or kind_of(call["x"]) == "other":
             return
-        if losses.needs_probe(self.model) or metrics.functions(self.model):
+        if losses.needs_probe(self.model) or metrics.needs_probe(self.model):
             batch = first_of(call["x"], call["y"], call["sample_weight"])
             metrics.probe(self.model, self.world, *losses.probe(self.model, batch, self.world))
             self.state.trace_again()  # test_on_batch may have traced the losses as means

@@ -8,15 +8,16 @@ sample need no correction.
 
 from __future__ import annotations
 
-import json
 import warnings
 from typing import Any
 
 import keras
+import numpy as np
 
-from hvd_train.protocol import Communicator
+from hvd_train.protocol import Communicator, allgather_json
 from hvd_train.script.keras.gradients import Reduction
 from hvd_train.script.keras.losses import KINDS, kind_over_samples
+from hvd_train.script.keras.model_state import to_numpy
 from hvd_train.script.keras.patches import Patches
 
 FIX = "return one value per sample to get their mean"
@@ -95,23 +96,35 @@ def _means(model: Any) -> list[Any]:
     return [x for x in model.metrics if type(x) is keras.metrics.Mean and not any(x is y for y in outputs)]
 
 
+def needs_probe(model: Any) -> bool:
+    """Return whether ``compile`` got functions or classes of the user as metrics."""
+    return bool(functions(model)) or any(map(_is_own, _given(model)))
+
+
+def _given(model: Any) -> list[Any]:
+    names = ("_user_metrics", "_user_weighted_metrics")
+    return keras.tree.flatten([getattr(model._compile_metrics, name, None) for name in names])
+
+
+def _is_own(metric: Any) -> bool:
+    return isinstance(metric, keras.metrics.Metric) and not type(metric).__module__.startswith("keras.")
+
+
 def functions(model: Any) -> list[Any]:
     """Return the user's functions among the metrics of ``compile``."""
-    owner = model._compile_metrics
-    names = ("_user_metrics", "_user_weighted_metrics")
-    metrics = keras.tree.flatten([getattr(owner, name, None) for name in names])
+    metrics = _given(model)
     callables = [x for x in metrics if callable(x) and not isinstance(x, keras.metrics.Metric)]
     callables += [x._fn for x in metrics if _is_function(x)]
     return [x for x in callables if not str(getattr(x, "__module__", "")).startswith("keras.")]
 
 
 def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
-    """Warn on rank 0 of functions whose mean over a batch is not a mean over its samples.
+    """Warn on rank 0 of functions whose mean over a batch is no mean over its samples, and of classes without sums.
 
     On all ranks together. ``batch``: labels, predictions and weights of a few samples.
     """
     owner = model._compile_metrics
-    if owner is None or not functions(model):
+    if owner is None or not needs_probe(model):
         return
     owner.update_state(*batch)  # builds it, if it was not built before
     means = [x for x in (vars(m).get("update_state") for m in owner.metrics) if isinstance(x, BatchMean)]
@@ -124,12 +137,29 @@ def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
             each.probing = False
         # The probe has counted its samples: reset, because they are trained on later.
         owner.reset_state()
-    everyone = [json.loads(x) for x in communicator.allgather_bytes(json.dumps([x.kind for x in means]).encode())]
-    for each, kinds in zip(means, zip(*everyone, strict=True), strict=True):
+    everyone = allgather_json(communicator, [[x.kind for x in means], _without_sums(owner, *batch)])
+    for name in sorted({name for _, names in everyone for name in names} if communicator.rank == 0 else ()):
+        what = f"the variables of the metric {name} are no sums over samples, so its value over all ranks is wrong"
+        warnings.warn(f"{what} (keep sums and counts in them, and divide in result())", stacklevel=2)
+    for each, kinds in zip(means, zip(*(kinds for kinds, _ in everyone), strict=True), strict=True):
         each.kind = max(kinds, key=KINDS.index)
         if each.kind in ("sum", "neither") and communicator.rank == 0:
             what = f"the metric {each.metric.name} is not a mean over the samples of a batch"
             warnings.warn(f"{what}: each rank computes it for its own part of a batch ({FIX})", stacklevel=2)
+
+
+def _without_sums(owner: Any, *batch: Any) -> list[str]:
+    """Return the names of the user's metrics that a batch, given twice, does not change twice as much as once."""
+    own, states = [metric for metric in owner.metrics if _is_own(metric)], []
+    for _ in range(2 if own else 0):
+        owner.update_state(*batch)
+        states.append([[to_numpy(v).astype(np.float64) for v in metric.variables] for metric in own])
+    owner.reset_state()
+
+    def doubled(once: list[np.ndarray], twice: list[np.ndarray]) -> bool:
+        return all(np.allclose(b, 2 * a, 1e-4, equal_nan=True) for a, b in zip(once, twice, strict=True))
+
+    return [metric.name for metric, *both in zip(own, *states, strict=True) if not doubled(*both)]
 
 
 def _is_function(metric: Any) -> bool:

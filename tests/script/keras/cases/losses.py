@@ -88,6 +88,27 @@ def recall_of_classes(y, predicted):
     return hits / keras.ops.maximum(keras.ops.sum(labels, 0), 1)
 
 
+class Largest(keras.metrics.Metric):
+    """The largest output: a maximum, which cannot be added over ranks."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.largest = self.add_weight(name="largest", initializer="zeros")
+
+    def update_state(self, y, predicted, sample_weight=None):
+        self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(keras.ops.abs(predicted))))
+
+    def result(self):
+        return self.largest
+
+
+class Share(keras.metrics.Mean):
+    """The mean share of labels above 4."""
+
+    def update_state(self, y, predicted, sample_weight=None):
+        return super().update_state(keras.ops.cast(y > 4, "float64"), sample_weight)
+
+
 def own_losses():
     """Functions that give one number for a batch: a mean, a sum, and what is neither, which is told, as are losses that
     compare the samples of a batch."""
@@ -122,13 +143,13 @@ def told_correlation():
 
 
 def told_metrics():
-    """The warnings of functions as metrics that give several numbers: one a class, or one a sample."""
+    """The warnings of functions as metrics that give several numbers (one a class, or one a sample), and of classes."""
 
     def error(y, predicted):
         return cross_entropy(reduction=None)(y, predicted)
 
     model = network()
-    model.compile(SGD(0.02), cross_entropy(), metrics=[recall_of_classes, error])
+    model.compile(SGD(0.02), cross_entropy(), metrics=[recall_of_classes, error, Largest(), Share()])
     hk.distribute(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

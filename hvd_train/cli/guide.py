@@ -14,7 +14,7 @@ ORDER = (
     "first-run", "model-and-data", "images", "tables", "lengths", "own-loss", "optimizers", "learning-rate",
     "fine-tuning", "resume", "results", "verify", "sweep", "packing", "recipes", "python-api", "own-script",
     "pytorch-script", "keras-script", "migrate", "clusters", "hosts", "slurm", "containers", "parallel",
-    "performance", "plan", "slow", "errors", "measurements", "glossary", "how-it-is-built", "extending",
+    "performance", "ranks", "plan", "slow", "errors", "measurements", "glossary", "how-it-is-built", "extending",
 )  # fmt: skip
 
 MOST, SHOWN = 8, 80  # maximum pages of a search, and characters of each page's line

@@ -99,13 +99,15 @@ def scale(
     limits = Limits(seconds, repeats, math.inf if minutes is None else minutes)
     if hosts:
         hosts.needed(max(numbers))
+    for count in numbers:
+        _on_nodes(launcher, count)
     if slurm:
         _submit(study, limits, resume, Path(path or "hvd-train").stem)
         return
     study = study.begin(resume)
 
     def starting(count: int) -> list[str]:
-        return ["-np", str(count), "--launcher", launcher, *(hosts.options if hosts else [])]
+        return ["-np", str(count), "--launcher", launcher, *(hosts.options if hosts else _on_nodes(launcher, count))]
 
     try:
         code = measure(study, starting, limits, lambda line: say(line, err=True))
@@ -117,6 +119,18 @@ def scale(
 def _up_to_cores() -> tuple[int, ...]:
     cores = len(os.sched_getaffinity(0))
     return tuple(1 << k for k in range(cores.bit_length()))
+
+
+def _on_nodes(launcher: str, ranks: int) -> list[str]:
+    """Return the options of ``fit`` that fill the nodes of an allocation one after the other."""
+    from hvd_train.launch.launchers.srun import Srun, tasks_per_node
+    from hvd_train.scaling.turns import places
+
+    each = tasks_per_node(os.environ.get("SLURM_TASKS_PER_NODE", "1"))[0]
+    if launcher != Srun.name or each == 1:
+        return []
+    spread = places(ranks, each)
+    return ["--nnodes", str(spread["nodes"]), "--nproc-per-node", str(spread["ntasks_per_node"])]
 
 
 def _submit(study: Study, limits: Limits, resume: bool, title: str) -> None:

@@ -143,10 +143,12 @@ def _fit_words(
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("code", type=int)
 def ended(folder: Path, code: int) -> None:
-    """Record the end of a trial: the last line of a sweep's batch script."""
+    """Record the end of a trial, or of a run of a scaling study: the last line of its batch script."""
+    from hvd_train.scaling import turns
+    from hvd_train.scaling.study import STUDY
     from hvd_train.sweep import array
 
-    sys.exit(array.ended(folder, code))
+    sys.exit((turns if (folder.absolute().parents[1] / STUDY).exists() else array).ended(folder, code))
 
 
 @click.command(hidden=True)

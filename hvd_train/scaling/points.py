@@ -10,7 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from hvd_train.errors import amount, noun_and_names
+from hvd_train.errors import amount
 from hvd_train.insight.factors import Factors
 from hvd_train.insight.scaling_laws import AMDAHL, UNIVERSAL, Fit, fit, too_few
 from hvd_train.scaling.runs import Run, Training, read, read_training
@@ -132,7 +132,7 @@ class Measured:
         notes = [f"{amount(one.ranks, 'rank')}: {one.problem}" for one in self.points if one.problem]
         missing = [one.ranks for one in self.points if not one.runs and not one.problem]
         if missing:
-            notes.append(f"not measured yet: {noun_and_names('rank number', missing)}; --resume goes on")
+            notes.append(f"not measured yet: {' and '.join(map(str, missing))} ranks; --resume goes on")
         crowded = [one.ranks for one in self.known if one.crowded]
         if crowded:
             notes.append(

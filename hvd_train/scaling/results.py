@@ -130,19 +130,20 @@ def _shown(value: Any, form: str = "") -> str:
 
 def law_sentences(fits: Sequence[Fit]) -> list[str]:
     """Return a sentence for each law."""
-    sentences = []
-    for one in fits:
-        law = one.law
-        words = f"{one.name} law: sigma {_share(one, 'sigma')}"
-        words += "" if one.name == AMDAHL else f", kappa {_share(one, 'kappa')}"
-        if one.name != AMDAHL:
-            most = "more ranks are always faster" if math.isinf(law.best) else f"fastest on {law.best:.3g} ranks"
-            words += f": {most}{_range(one, 'best', '.3g')}"
-        elif law.sigma > 0:
-            words += f": at most {1 / law.sigma:.3g} times as fast as one rank"
-        words += f"; off by at most {percent(one.error, 1)}" if one.spare or one.error > EXACT else ""
-        sentences.append(f"{words}, so it does not hold here" if one.error > POOR else words)
-    return sentences
+    return [_law_sentence(one) for one in fits]
+
+
+def _law_sentence(one: Fit) -> str:
+    law, off = one.law, f"off by at most {percent(one.error, 1)}"
+    if one.error > POOR:
+        return f"{one.name} law: does not hold here, {off}"
+    words = f"{one.name} law: sigma {_share(one, 'sigma')}"
+    if one.name == AMDAHL:
+        words += f": at most {1 / law.sigma:.3g} times as fast as one rank" if law.sigma > 0 else ""
+    else:
+        most = "more ranks are always faster" if math.isinf(law.best) else f"fastest on {law.best:.3g} ranks"
+        words += f", kappa {_share(one, 'kappa')}: {most}{_range(one, 'best', '.3g')}"
+    return f"{words}; {off}" if one.spare or one.error > EXACT else words
 
 
 def _share(one: Fit, quantity: str) -> str:

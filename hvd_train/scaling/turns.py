@@ -13,7 +13,7 @@ from hvd_train.launch import logged
 from hvd_train.launch import submit as jobs
 from hvd_train.scaling.points import Point, measured
 from hvd_train.scaling.runs import WARM, read
-from hvd_train.scaling.study import Study, discard, prepare
+from hvd_train.scaling.study import Study, discard, load, prepare
 from hvd_train.sweep.folder import CONFIG, LOG, fail
 from hvd_train.sweep.local import fit
 from hvd_train.sweep.trials import Trial
@@ -138,8 +138,19 @@ def scripts(study: Study, limits: Limits, title: str) -> list[tuple[Trial, str]]
         settings |= {"requeue": None}
         batch = jobs.BatchJob(settings, f"{title}-{trial.values['ranks']}", str(run_dir / LOG).replace("%", "%%"))
         words = batch.hvd_train(["fit", "-c", str(run_dir / CONFIG), "--run-dir", str(run_dir), *how.split()])
-        result.append((trial, batch.script(words)))
+        result.append((trial, batch.script(words, then=[[*jobs.HERE, "ended", str(run_dir)]])))
     return result
+
+
+def ended(run_dir: Path, code: int) -> int:
+    """Record that the job of a run exited with ``code``; return the code."""
+    study = load(run_dir.parents[1])
+    kind, _, number = run_dir.name.partition("-")
+    ranks = int(run_dir.parent.name.partition("-")[2])
+    trial = (study.training if kind == "seed" else study.short_run)(ranks, int(number))
+    if code not in logged.STOPPED and study.state(trial).word != "done":
+        fail(trial, logged.reason(run_dir / LOG, code), code)
+    return code
 
 
 def places(ranks: int, each: int) -> dict[str, int]:
@@ -147,5 +158,5 @@ def places(ranks: int, each: int) -> dict[str, int]:
     nodes = -(-ranks // each)
     if ranks % nodes:
         what = f"{ranks} ranks cannot be spread evenly over {nodes} nodes of at most {each}"
-        raise ConfigError(what, where="--slurm", fix="set slurm.ntasks_per_node to a divisor of the numbers of ranks")
+        raise ConfigError(what, where="--ranks", fix=f"give multiples of {each}, or divisors of it")
     return {"nodes": nodes, "ntasks_per_node": ranks // nodes}

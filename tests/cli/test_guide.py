@@ -95,7 +95,7 @@ def test_commands(page, line):
 
 # In tests/slurm and tests/hosts; nobody here has a container.
 ELSEWHERE = re.compile(
-    r"\b(srun|sbatch|submit|docker|apptainer|host1|node1|hosts\.txt|source|pip|apt|scripts/\w+)\b(?!/)"
+    r"--slurm |\b(srun|sbatch|submit|docker|apptainer|host1|node1|hosts\.txt|source|pip|apt|scripts/\w+)\b(?!/)"
 )
 TINY = "{data: {name: digits}, model: {name: mlp, hidden: [8]}, max_epochs: 2, tensorboard: false, run_dir: runs/job}"
 SCRIPT = """
@@ -150,6 +150,8 @@ def test_commands_run(tmp_path, page):
             words += ["--modes", "synchronous,int8", "--steps", "8", "--turns", "1"]
         if "plan" in words:
             words += ["--seconds", "5"]
+        if "scale" in words and "--collect" not in words:
+            words += ["--steps", "16", "--repeats", "1"]
         words[0] = words[0].removeprefix(".venv/bin/")
         for taken in ("job", "default"):  # a page shows other ways to do the same
             shutil.rmtree(tmp_path / "runs" / taken, ignore_errors=True)

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,7 +25,7 @@ from hvd_train.scaling import page, results, runs, turns
 from hvd_train.scaling.points import measured
 from hvd_train.scaling.study import Study, Target, load, parse_ranks, parse_target, prepare
 from hvd_train.sweep.folder import LOG, fail
-from tests.limits import SECONDS
+from tests.limits import SECONDS, until
 from tests.scaling.made_up import write_run, write_training
 
 ROOT = Path(__file__).parents[2]
@@ -349,13 +350,31 @@ def test_slurm_gets_a_job_for_each_run(tmp_path):
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n" in text and "#SBATCH --time=30" in text
     run = tmp_path / "s" / "ranks-0008" / "run-0"
     assert f"--output={run}/output.log" in text and f"fit -c {run}/trial.yaml --run-dir {run} --overwrite" in text
-    assert "--resume auto" in found[-1][1]
+    assert "--resume auto" in found[-1][1] and text.endswith(f" ended {run} $?\n")
     write_run(found[0][0])
     assert len(turns.scripts(s, turns.Limits(repeats=2), "job")) == 5
     with pytest.raises(ConfigError, match="give --steps"):
         turns.scripts(replace(s, steps=None), turns.Limits(), "job")
     with pytest.raises(ConfigError, match="5 ranks cannot be spread evenly over 2 nodes of at most 4"):
         turns.places(5, 4)
+
+
+def test_the_end_of_a_job_is_recorded(tmp_path):
+    s = study(tmp_path / "s", (2, 8)).begin(False)
+    trials = s.short_run(2, 0), s.training(8, 1), s.short_run(8, 0)
+    for trial, code in zip(trials, (6, 3, 75), strict=True):
+        prepare(trial)
+        run = Path(trial.config.run_dir)
+        (run / LOG).write_text("error[rank 1]: the training loss is nan; step 3\nsrun: error: a task\n")
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["ended", str(run), str(code)], standalone_mode=False)
+        assert caught.value.code == code
+    states = [s.state(trial) for trial in trials]
+    assert [(one.word, one.code) for one in states[:2]] == [("failed", 6), ("failed", 3)]
+    assert states[2].word == "running", "it was stopped and may go on"
+    assert measured(s).points[0].problem == "failed: the training loss is nan; step 3"
+    write_run(trials[0])
+    assert turns.ended(Path(trials[0].config.run_dir), 0) == 0 and s.state(trials[0]).word == "done"
 
 
 def test_files_of_a_study_that_are_damaged(tmp_path):
@@ -414,13 +433,23 @@ def test_the_page_for_a_proposal(tmp_path):
     assert "2 trainings with different seeds" in read.text and "{" not in page.method(found)
 
 
+def test_a_law_that_does_not_hold_is_told(tmp_path):
+    s = study(tmp_path, (1, 2, 4)).begin(False)
+    for n, ms in ((1, 10.0), (2, 50.0), (4, 30.0)):
+        write_run(s.short_run(n, 0), ms)
+    told = results.text(measured(s))
+    assert (
+        re.search(r"Amdahl law: does not hold here, off by at most \d+\.\d %\n", told) and "times as fast" not in told
+    )
+
+
 def test_a_page_of_one_point(tmp_path):
     s = study(tmp_path, (2, 4), kind="weak").begin(False)
     write_run(s.short_run(2, 0))
     found = measured(s)
     read = Page(page.write(found, tmp_path / "p").read_text())
     assert "2 ranks are the most" in read.text and "Each rank keeps its batch" in read.text
-    assert "not measured yet: rank number 4; --resume goes on" in results.text(found)
+    assert "not measured yet: 4 ranks; --resume goes on" in results.text(found)
     results.write(found)
 
 
@@ -477,3 +506,36 @@ def test_a_study_as_typed(tmp_path):
     assert Page((tmp_path / "p" / "index.html").read_text()).tags.count("svg") == 4
     collected = scale("--run-dir", "s", "--collect", cwd=tmp_path)
     assert collected.stdout.startswith("strong scaling (the global batch stays) of pytorch")
+
+
+@pytest.mark.long("PyTorch runs each time")
+def test_the_other_framework_and_weak_scaling(tmp_path):
+    own = ["-c", str(TINY), "--run-dir", "s", "--set", "framework=tensorflow", "--steps", "40", "--repeats", "2"]
+    done = scale(*own, "--ranks", "1,2", "--weak", cwd=tmp_path)
+    assert done.stdout.startswith("weak scaling (each rank keeps its batch) of tensorflow")
+    rows = list(csv.DictReader((tmp_path / "s" / "results.csv").open()))
+    assert [(row["ranks"], row["global_batch"], row["runs"]) for row in rows] == [("1", "50", "2"), ("2", "100", "2")]
+    for row in rows:
+        assert float(row["samples_per_second"]) * float(row["step_ms"]) / 1000 == pytest.approx(
+            int(row["global_batch"]), rel=0.5
+        )
+
+
+@pytest.mark.long("the parts run each time")
+def test_a_signal_keeps_what_was_measured(tmp_path):
+    """SIGINT in the third run: two are in the table, and --resume measures the rest."""
+    own = ["-c", str(TINY), "--run-dir", "s", "--steps", "24", "--repeats", "2", "--ranks", "1,2"]
+    line = [sys.executable, "-m", "hvd_train", "scale", *own]
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        line, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        until(lambda: (tmp_path / "s" / "ranks-0001" / "run-1" / LOG).exists())
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=SECONDS)
+    assert child.returncode == 130 and "stopped; --resume goes on" in err, err
+    rows = list(csv.DictReader((tmp_path / "s" / "results.csv").open()))
+    assert [row["runs"] for row in rows] == ["1", "1"] and "speed-up" in out
+    scale(*own, "--resume", cwd=tmp_path)
+    rows = list(csv.DictReader((tmp_path / "s" / "results.csv").open()))
+    assert [row["runs"] for row in rows] == ["2", "2"]

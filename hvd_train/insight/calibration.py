@@ -27,6 +27,8 @@ from hvd_train.launch.launchers.installed import python
 # Seconds of steps in one world: a part of all seconds, within limits.
 PART, LEAST_SECONDS, MOST_SECONDS = 0.05, 0.7, 4.0
 ALWAYS = 2  # worlds, however few seconds there are
+BLOCKS = 6  # of consecutive calls, whose means show how a host's speed varies
+MISTAKES = (2, 3)  # exit codes of a configuration, or of data, that cannot be used
 FOREVER = 10**9  # steps
 LEAST_WORLD = 40.0  # seconds that a world gets, however few are left: a busy host takes long to start ranks
 
@@ -101,7 +103,15 @@ def point_of(run: Mapping[str, Any], placement: Placement) -> Point:
     exchange, empty = (median(run[name]) if run.get(name) else 0.0 for name in ("exchange", "empty"))
     # Without another batch: as many samples, as much time.
     slope = mean / batch if slope is None else slope
-    return Point(ranks, threads, batch, own, weights, step, slope, exchange, min(empty, exchange))
+    error = _error(calls[:, :, 1].mean(axis=0) * weights, weights)
+    return Point(ranks, threads, batch, own, weights, step, slope, exchange, min(empty, exchange), error)
+
+
+def _error(seconds: np.ndarray, steps: np.ndarray) -> float:
+    """Return the relative standard error of the mean step, from the means of blocks of consecutive calls."""
+    blocks = [block for block in np.array_split(np.arange(len(steps)), BLOCKS) if len(block)]
+    means = np.array([seconds[block].sum() / steps[block].sum() for block in blocks])
+    return float(np.std(means, ddof=1) / np.sqrt(len(means)) / means.mean()) if len(means) > 1 else 0.0
 
 
 def _own(calls: np.ndarray) -> np.ndarray:
@@ -201,11 +211,13 @@ def measure(
                     missing.append(placement)
                 continue
             world = time.monotonic()
-            _measure_one(
+            code = _measure_one(
                 result, config, placement, steps, max(left, LEAST_WORLD), start, folder / f"{turn}-{placement}"
             )
             longest, worlds = max(longest, time.monotonic() - world), worlds + 1
             report(_outcome(result, placement))
+            if not result.figures and code in MISTAKES:
+                break  # the others would fail alike
         turn += 1
         if seconds - (time.monotonic() - began) < longest or not result.figures:
             break
@@ -240,8 +252,8 @@ def _measure_one(
     most: float,
     start: Start,
     folder: Path,
-) -> None:
-    """Run one world, and add its figures, also those of a world that failed after its steps."""
+) -> int:
+    """Run one world, and add its figures, also those of a world that failed after its steps. Returns its exit code."""
     ranks, threads = placement
     folder.mkdir(parents=True)
     file, output, log = (folder / name for name in ("trial.yaml", "figures.json", "output.log"))
@@ -258,6 +270,7 @@ def _measure_one(
     elif placement not in result.figures:
         slow = f"{most:.0f} s were too few for some steps; give more --seconds", 2
         result.problems[placement] = slow if code in (logged.TOO_LONG, 0) else (logged.reason(log, code), code)
+    return code
 
 
 def rehearse(

@@ -18,7 +18,7 @@ from hvd_train.config import Config, load_config
 from hvd_train.core.learning_rate import Schedule
 from hvd_train.errors import ConfigError, amount
 from hvd_train.insight.calibration import Calibration
-from hvd_train.insight.prediction import PAYLOAD, Link, Model, Prediction
+from hvd_train.insight.prediction import LEVEL_Z, PAYLOAD, Compressed, Link, Model, Prediction
 from hvd_train.report.text_tables import table
 
 LATENCY = 50e-6  # of a link, if none is given: Ethernet with TCP
@@ -26,6 +26,7 @@ BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 WORTH = 0.95  # of the step time: another exchange pays below it
 EFFICIENT = 0.8  # of the work of single hosts, down to which more are well used
+LARGER, BETTER = 4, 1.2  # times the batch of a rank that is looked at, and the samples/s from which it is told
 STRONG, WEAK = "strong", "weak"
 
 
@@ -150,11 +151,16 @@ def rows(
     """
     model, samples = calibration.model(config.exchange.compression), calibration.samples
     placements = sorted({*model.placements, *((n, 0) for n in ranks if n not in {k for k, _ in model.placements})})
+
+    def fits(n: int) -> bool:
+        return n <= min(samples, config.global_batch(n))
+
+    placements = [(k, t) for k, t in placements if (k, t) in model.placements or fits(k)]
     on_host = [model.predict(1, k, t or None, batch=batch_of_rank(config, k)) for k, t in placements]
     found = [(one, "measured" if one.measured else "predicted") for one in on_host]
     for count in hosts:
         if count > 1:
-            tried = [(k, t) for k, t in placements if samples >= count * k]
+            tried = [(k, t) for k, t in placements if k <= calibration.cores and fits(count * k)]
             several = [model.predict(count, k, t or None, link, batch_of_rank(config, count * k)) for k, t in tried]
             if several:
                 found.append((max(several, key=lambda one: one.rate), "predicted"))
@@ -180,11 +186,11 @@ def _of_rehearsal(config: Config, model: Model, ranks: int, taken: Sequence[floa
     parts = model.parts(*slept_placement(model))
     step, (deviation, _) = float(np.mean(taken)), model.deviation
     spread = math.hypot(float(np.std(taken)) / math.sqrt(len(taken)) / step, deviation)
-    factor = math.exp(1.645 * spread)
+    factor = math.exp(LEVEL_Z * spread)
     batch = batch_of_rank(config, ranks)
-    waiting = max(step - parts.own, 0.0)
+    own = min(parts.point.own_with(batch), step)
     return Prediction(
-        1, ranks, parts.threads, batch, step, step / factor, step * factor, parts.own, waiting, 0.0,
+        1, ranks, parts.threads, batch, step, step / factor, step * factor, own, step - own, 0.0,
         measured=False, shared=False,
     )  # fmt: skip
 
@@ -299,7 +305,22 @@ def findings(found: Sequence[Row], config: Config, calibration: Calibration, lin
                 f"{amount(row.at.ranks, 'rank')}: the loader alone takes {milliseconds(min(alone))} ms a batch; "
                 "see hvd-train guide slow"
             )
-    return lines + _fewer_bytes(known, config, calibration, link)
+    return lines + _larger_batch(known, calibration) + _fewer_bytes(known, config, calibration, link)
+
+
+def _larger_batch(known: Sequence[Row], calibration: Calibration) -> list[str]:
+    """Say what a larger batch of a rank would bring on this host."""
+    row = max((row for row in known if row.at.hosts == 1), key=lambda row: row.at.rate)
+    runs = calibration.figures.get((row.at.ranks, row.at.threads), [])
+    if not any(run.get("other") for run in runs):
+        return []
+    at, model = row.at, calibration.model()
+    larger = model.predict(1, at.ranks, at.threads, batch=LARGER * at.batch)
+    if larger.rate < BETTER * at.rate:
+        return []
+    batches = f"{LARGER * at.batch:,.0f} in place of {at.batch:,.0f}"
+    rates = f"{larger.rate:,.0f} samples/s in place of {at.rate:,.0f}"
+    return [f"{amount(at.ranks, 'rank')}: a batch of {batches} on each would give {rates}; it changes the training"]
 
 
 def against_study(found: Sequence[Row]) -> list[str]:
@@ -323,30 +344,24 @@ def against_study(found: Sequence[Row]) -> list[str]:
 def _fewer_bytes(known: Sequence[Row], config: Config, calibration: Calibration, link: Link | None) -> list[str]:
     """Say from how many hosts a compressor, or local training, makes a step shorter."""
     model, tried = calibration.model(config.exchange.compression), calibration.compressors()
+    others = {key: one for key, one in tried.items() if key not in ("none", config.exchange.compression)}
     several = [row for row in known if row.at.hosts > 1]
     if not link or not several or not model.sent:
         return []
     lines: list[str] = []
-    for row in several:
-        at, each = row.at, row.at.ranks // row.at.hosts
-        steps = {
-            name: model.predict(
-                at.hosts, each, at.threads, link, at.batch, one.exchange(model, at.hosts, each, link)
-            ).step
-            for name, one in tried.items()
-            if name not in ("none", config.exchange.compression)
-        }
-        name = min(steps, key=lambda key: steps[key], default="")
-        if name and steps[name] < WORTH * at.step:
-            sent = tried[name].sent
-            lines.append(
-                f"from {amount(at.hosts, 'host')} on exchange.compression: {name} pays: {milliseconds(steps[name])} ms "
-                f"a step in place of {milliseconds(at.step)}, with {sent / model.sent:.2g} of the bytes"
-            )
-            break
-    else:
-        if tried:
-            lines.append("no compressor pays at these hosts and this link")
+    if others:
+        limit = slowest_link(model, several[-1].at, others, link.latency)
+        below = f"on {several[-1].at.hosts} hosts compression pays on links below {speed(limit)}" if limit else ""
+        for row in several:
+            name, step = best_compressor(model, row.at, others, link)
+            if step < WORTH * row.at.step:
+                where, bytes_ = amount(row.at.hosts, "host"), tried[name].sent / model.sent
+                times = f"{milliseconds(step)} ms a step in place of {milliseconds(row.at.step)}"
+                told = f"from {where} on exchange.compression: {name} pays: {times}, with {bytes_:.2g} of the bytes"
+                lines.append("; ".join(filter(None, [told, below])))
+                break
+        else:
+            lines.append("; ".join(filter(None, ["no compressor pays at these hosts and this link", below])))
     every = config.exchange.outer_steps
     for row in several:
         at, each = row.at, row.at.ranks // row.at.hosts
@@ -360,6 +375,41 @@ def _fewer_bytes(known: Sequence[Row], config: Config, calibration: Calibration,
             )
             break
     return lines
+
+
+def best_compressor(model: Model, at: Prediction, tried: Mapping[str, Compressed], link: Link) -> tuple[str, float]:
+    """Return the compressor with the shortest predicted step on these hosts, and the seconds of the step."""
+    each = at.ranks // at.hosts
+    steps = {
+        name: model.predict(at.hosts, each, at.threads, link, at.batch, one.exchange(model, at.hosts, each, link)).step
+        for name, one in tried.items()
+    }
+    name = min(steps, key=lambda key: steps[key])
+    return name, steps[name]
+
+
+def slowest_link(model: Model, at: Prediction, tried: Mapping[str, Compressed], latency: float) -> float:
+    """Return the bytes/s of a link below which compression pays on these hosts; 0: it never does."""
+
+    def pays(log: float) -> bool:
+        link = Link(math.exp(log), latency)
+        plain = model.predict(at.hosts, at.ranks // at.hosts, at.threads, link, at.batch).step
+        return best_compressor(model, at, tried, link)[1] < WORTH * plain
+
+    low, high = math.log(1e4), math.log(1e12)
+    if not pays(low):
+        return 0.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return math.exp(low)
+
+
+def speed(bytes_per_second: float) -> str:
+    """Return the speed of a link in words, with its headers."""
+    bits = 8 * bytes_per_second / PAYLOAD
+    unit, name = (1e9, "Gbit/s") if bits >= 1e9 else (1e6, "Mbit/s")
+    return f"{bits / unit:,.{1 if bits < 10 * unit else 0}f} {name}"
 
 
 def csv_text(found: Sequence[Row]) -> str:
@@ -383,6 +433,12 @@ def record(row: Row) -> dict[str, Any]:
     """Return a row as names and numbers: seconds, samples/s, hours."""
     at = asdict(row.at)
     del at["measured"]
-    steps = {"steps": row.steps, "hours": row.hours(row.at.step), "node_hours": row.node_hours}
+    if row.source == "rehearsed":  # hosts that are imagined
+        at["hosts"] = None
+    steps = {
+        "steps": row.steps,
+        "hours": row.hours(row.at.step),
+        "node_hours": None if at["hosts"] is None else row.node_hours,
+    }
     values = {"how": row.source, **at, "rate": row.at.rate, "speedup": row.speedup, "efficiency": row.efficiency}
     return values | steps | {"studied": row.studied, "error": row.error}

@@ -50,6 +50,7 @@ class Point:
     ``own``: (ranks, calls) seconds a step without waiting for transfers; ``weights``: (calls,) steps of each call.
     ``step``: seconds of a step, all included. ``batch``: samples of a rank's step. ``slope``: seconds that a further
     sample adds to ``own``. ``exchange``, ``empty``: seconds of an exchange alone, and of one without content.
+    ``error``: the relative standard error of ``step``, as far as it is seen within the run.
     """
 
     ranks: int
@@ -61,6 +62,7 @@ class Point:
     slope: float = 0.0
     exchange: float = 0.0
     empty: float = 0.0
+    error: float = 0.0
 
     @property
     def mean_own(self) -> float:
@@ -300,6 +302,7 @@ class Model:
         # Standard deviations of log(step), independent of one another.
         deviation, freedom = self.deviation
         errors = [deviation * math.sqrt(1 + 1 / len(self.points.get((ranks, parts.threads), [0])))]
+        errors.append(parts.point.error)
         nearest = self._nearest(ranks)
         beyond = abs(math.log2(ranks / nearest))
         doublings = abs(math.log2(n / nearest))
@@ -324,7 +327,7 @@ class Model:
 
 
 def joined(runs: Sequence[Point]) -> Point:
-    """Return the point between runs of the same placement: the calls of all, scaled to the median step."""
+    """Return the mean of runs of the same placement, with the calls of all."""
     if len(runs) == 1:
         return runs[0]
     first = runs[0]
@@ -341,6 +344,7 @@ def joined(runs: Sequence[Point]) -> Point:
         median(slopes) if slopes else 0.0,
         fmean([one.exchange for one in runs]),
         fmean([one.empty for one in runs]),
+        math.sqrt(sum(one.error**2 for one in runs)) / len(runs),
     )
 
 

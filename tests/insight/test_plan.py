@@ -18,6 +18,7 @@ from hvd_train.insight import calibration as measuring
 from hvd_train.insight.calibration import Calibration, placements, point_of, trial
 from hvd_train.insight.plan import Wish, parse_budget, parse_counts, parse_hours, parse_link, with_batches
 from hvd_train.insight.plan_picture import picture
+from hvd_train.insight.prediction import Link
 from hvd_train.scaling.study import Study
 from tests.cli.running import commands, run
 from tests.scaling.made_up import write_run
@@ -185,6 +186,28 @@ def test_compression_pays_on_a_slow_link_alone():
     assert "no compressor pays" in told("100gbit")
     slow = told("100mbit")
     assert "from 2 hosts on exchange.compression: topk pays" in slow and "exchange.mode: outer, every 30 steps" in slow
+
+
+def test_below_the_limit_of_a_link_compression_pays():
+    calibration = calibrated()
+    model, tried = calibration.model(), calibration.compressors()
+    others = {"fp16": tried["fp16"], "topk": tried["topk"]}
+    row = plan.rows(CONFIG, calibration, [1, 4], (), parse_link("1gbit"))[-1]
+    limit = plan.slowest_link(model, row.at, others, 50e-6)
+    for factor, pays in ((0.99, True), (1.01, False)):
+        link = Link(factor * limit, 50e-6)
+        plain = model.predict(4, row.at.ranks // 4, row.at.threads, link, row.at.batch).step
+        assert (plan.best_compressor(model, row.at, others, link)[1] < plan.WORTH * plain) is pays
+    assert plan.speed(0.94 * 1.25e9) == "10 Gbit/s" and plan.speed(0.94 * 1.25e7) == "100 Mbit/s"
+
+
+def test_a_larger_batch_is_told_if_it_brings_much():
+    """Half of a step's own time does not depend on the batch: four times the batch is 1.6 times as fast."""
+    rows = plan.rows(CONFIG, calibrated())
+    told = "\n".join(plan.findings(rows, CONFIG, calibrated(), None))
+    assert "2 ranks: a batch of 128 in place of 32 on each would give" in told
+    runs = {"1x1": figures(1, other=[16, [[[1, 0.05, 0.0]] * 9]])}
+    assert not plan.findings(plan.rows(CONFIG, calibrated(**runs)), CONFIG, calibrated(**runs), None)
 
 
 def test_a_study_stands_beside_the_plan(tmp_path):

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from hvd_train.errors import CommunicationError, stopped_code
 from hvd_train.launch.hosts import ALIVE, SSH, Hosts, parse, travelling
 from hvd_train.launch.interfaces import interface_of, interfaces
-from hvd_train.launch.launchers.base import LOST_FIX
+from hvd_train.launch.launchers.base import LOST_FIX, named_signal
 from hvd_train.launch.launchers.installed import python
 from hvd_train.launch.rendezvous.endpoint import LOOPBACK, Endpoint
 from hvd_train.launch.rendezvous.server import RendezvousServer
@@ -161,7 +161,7 @@ class Children:
                 lost = first in (0, CommunicationError.exit_code)
                 # This also finds a killed rank that takes longer to end than the ranks that lost it.
                 if cause := bool(self._host) and not child.ssh and lost and not named and self._is_cause(code):
-                    how = f"{child.name} on host {self._host} was ended by {signal.Signals(-code).name}"
+                    how = f"{child.name} on host {self._host} was ended by {named_signal(-code)}"
                     print(f"error: {CommunicationError(how, fix=LOST_FIX)}", file=sys.stderr, flush=True)
                     named = True
                 if not code or first:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,7 +16,7 @@ from hvd_train.launch.host_news import HostNews
 from hvd_train.launch.hosts import Hosts, after, look
 from hvd_train.launch.job_folders import VARIABLE, job_folder
 from hvd_train.launch.launchers import NONE, choose, named, startable
-from hvd_train.launch.launchers.base import FATAL, LOST_FIX, Launcher, Layout
+from hvd_train.launch.launchers.base import FATAL, LOST_FIX, Launcher, Layout, named_signal
 from hvd_train.launch.launchers.installed import python
 from hvd_train.run_folder.terminal import say
 
@@ -124,6 +123,6 @@ def start(
             return int(news.last["code"])  # its error line has been printed
         after(hosts, code)
         if code in FATAL and news.lost:
-            what = f"{news.lost} was ended by {signal.Signals(code - 128).name}"
+            what = f"{news.lost} was ended by {named_signal(code - 128)}"
             raise CommunicationError(what, fix=LOST_FIX)
     return launcher.exit_code(code, signals, layout)

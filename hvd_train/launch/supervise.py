@@ -16,14 +16,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from signal import Signals
 
 from hvd_train import faults
 from hvd_train.checkpoint import store
 from hvd_train.errors import CommunicationError, ConfigError, amount, nothing_saved, stopped_code
 from hvd_train.launch import process, start
 from hvd_train.launch.launchers import NONE, choose
-from hvd_train.launch.launchers.base import LOST_FIX, Launcher
+from hvd_train.launch.launchers.base import LOST_FIX, Launcher, named_signal
 from hvd_train.launch.spares import Spares
 from hvd_train.launch.status import VARIABLE, StatusTable, supported
 from hvd_train.launch.watchdog import Watchdog
@@ -183,7 +182,7 @@ def _stuck(table: StatusTable, watchdog: Watchdog, run_dir: Path) -> Cause:
 
 def _cause(table: StatusTable, ended: Mapping[int, float], code: int) -> Cause:
     """Return the first rank that failed. Ranks that report the loss of another one come last."""
-    by = Signals(code - 128).name if 128 < code < 160 else ""
+    by = named_signal(code - 128) if 128 < code < 160 else ""
     causes = []
     for rank in range(table.ranks):
         status = table.read(rank)

@@ -15,7 +15,7 @@ import pytest
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch import launchers, start
 from hvd_train.launch.environment import CORES
-from hvd_train.launch.launchers import installed
+from hvd_train.launch.launchers import base, installed
 from hvd_train.launch.launchers.mpirun import Mpirun
 from tests.limits import SECONDS, until
 
@@ -121,6 +121,15 @@ def test_a_rank_that_a_signal_ended_is_code_5(job, name):
     with pytest.raises(CommunicationError, match=f"a rank was ended by SIG{name}.*--resume auto") as caught:
         job(f"exit {128 + signal.Signals['SIG' + name]}")
     assert caught.value.exit_code == 5
+
+
+def test_a_bus_error_says_how_full_shared_memory_is(job, monkeypatch):
+    """Here of a folder that has 64 MB."""
+    usage = SimpleNamespace(total=64_000_000, free=9_000_000)
+    monkeypatch.setattr(base.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(CommunicationError, match=r"full \(on this host /dev/shm has 9 of 64 MB free; docker run --shm"):
+        job(f"exit {128 + signal.SIGBUS}")
+    assert base.named_signal(signal.SIGKILL) == "SIGKILL"
 
 
 def test_nothing_of_the_job_is_left(job):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_train.errors import CommunicationError, ConfigError, stopped_code
@@ -19,6 +22,19 @@ if TYPE_CHECKING:
 FATAL = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
 
 LOST_FIX = "look for a crash or too little memory; --resume auto goes on from there"
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def named_signal(number: int) -> str:
+    """Return the name of the signal that ended a rank; with SIGBUS also the room for shared memory on this host."""
+    name = signal.Signals(number).name
+    if number != signal.SIGBUS:
+        return name
+    with suppress(OSError):
+        usage = shutil.disk_usage(SHARED_MEMORY)
+        room = f"on this host {SHARED_MEMORY} has {usage.free / 1e6:,.0f} of {usage.total / 1e6:,.0f} MB free"
+        return f"{name}, as when shared memory is full ({room}; docker run --shm-size=1g enlarges it)"
+    return name
 
 
 @dataclass(frozen=True)
@@ -96,7 +112,7 @@ class Launcher:
             saved = stopped_code(signals[0])
             return saved if code == saved else 128 + signals[0]
         if code in FATAL and layout.num_proc != 1:
-            what = f"a rank was ended by {signal.Signals(code - 128).name}"
+            what = f"a rank was ended by {named_signal(code - 128)}"
             raise CommunicationError(what, fix=LOST_FIX)
         return code
 

@@ -38,8 +38,7 @@ def explained(case: Case) -> Iterator[str]:
     recorded = case.recorded
     hosts = len(set(recorded.hosts))
     where = f" on {amount(hosts, 'host')}" if hosts else ""
-    times = np.repeat(1000 * recorded.step_seconds, np.maximum(recorded.weights * recorded.steps, 1).astype(int))
-    median, late = np.quantile(times, (0.5, 0.95))
+    median, late = (1000 * seconds for seconds in recorded.quantiles(0.5, 0.95))
     model = f"{case.setting('framework', 'unknown')}, {case.setting('model.name', 'unknown')}: "
     yield (
         f"{model}{amount(recorded.ranks, 'rank')}{where}; a step takes {median:,.2f} ms, 1 of 20 longer than"
@@ -49,7 +48,7 @@ def explained(case: Case) -> Iterator[str]:
     yield _factors(case)
     counted, allocated = case.allocation
     if allocated:
-        began = f"; the start took {case.part('start') / allocated:.0%}" if case.recorded.starts == 1 else ""
+        began = f"; the start took {min(case.part('start') / allocated, 1):.0%}" if case.recorded.starts == 1 else ""
         began = began or f"; there were {case.recorded.starts} starts"
         yield f"{min(counted / allocated, 1):.0%} of {duration(allocated)} went into steps that count{began}."
     found = findings(case)
@@ -73,15 +72,18 @@ def _ranks(case: Case) -> str:
     ranks = sorted(np.argsort(-apart, kind="stable")[:MOST_ROWS].tolist())
     several = len(set(recorded.hosts)) > 1
     header = ["rank", *["host"] * several, *(WORDS.get(names[k], names[k]) for k in kept)]
-    rows = [[str(rank), *[recorded.hosts[rank]] * several, *(f"{shares[rank, k]:.1%}" for k in kept)] for rank in ranks]
+    rows = [
+        [str(rank), *recorded.hosts[rank : rank + 1] * several, *(f"{shares[rank, k]:.1%}" for k in kept)]
+        for rank in ranks
+    ]
     if recorded.ranks > 1:
         rows.append(["mean", *[""] * several, *(f"{shares[:, k].mean():.1%}" for k in kept)])
     return table(header, rows)
 
 
 def _factors(case: Case) -> str:
-    one = factors(case.recorded)
-    if one is None or case.recorded.stages > 1:
+    one = factors(case.recorded) if case.in_lockstep or case.recorded.ranks == 1 else None
+    if one is None:
         return ""
     return (
         f"parallel efficiency {one.parallel:.3f} = load balance {one.load_balance:.3f} x serialization"

@@ -41,7 +41,12 @@ class Factors:
 
 
 def factors(recorded: RecordedSteps) -> Factors | None:
-    """Return the factors of the recorded steps; None if nothing was computed in them."""
+    """Return the factors of the recorded steps; None if nothing was computed in them, or in stages of a pipeline.
+
+    The ranks must exchange in each step. Otherwise they do not wait for the slowest of a step.
+    """
+    if recorded.stages > 1:
+        return None
     replay = Replay(recorded)
     useful = recorded.weights @ replay.compute  # (ranks,)
     slowest = float(recorded.weights @ replay.compute.max(axis=1))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.config.modes import ALLREDUCE, EVERY_STEP
 from hvd_train.errors import amount
 from hvd_train.insight.recorded_steps import RecordedSteps
 from hvd_train.insight.replay import Replay
@@ -65,7 +66,7 @@ class Case:
         self.in_steps = float(np.mean(recorded.total(*STEPS)))
         self.seconds = max(self.in_steps + self.part("save", "evaluate"), 1e-9)
         self.step = self.replay.seconds / float(recorded.weights @ recorded.steps)
-        every_step = self.setting("exchange.mode", "allreduce") in ("allreduce", "delayed", "partial")
+        every_step = self.setting("exchange.mode", ALLREDUCE) in EVERY_STEP
         self.in_lockstep = recorded.ranks > 1 and recorded.stages == 1 and every_step
 
     def setting(self, key: str, otherwise: Any) -> Any:
@@ -281,6 +282,7 @@ def _rest(case: Case) -> Iterator[Finding]:
     seconds = case.of_rank(case.replay.rest)
     rank = int(seconds.argmax())
     hooks = case.setting("hooks", ())
+    hooks = hooks if isinstance(hooks, list) else ()
     every = case.whole("log_every_n_steps", 50)
     who = "rank 0, which writes the log," if rank == 0 and case.recorded.ranks > 1 else case.named([rank])
     taken = case.per_step(case.replay.rest)[rank]

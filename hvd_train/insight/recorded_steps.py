@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.run_folder import safe_reading, step_times
 
 FIX = "train with this version of hvd_train; steps.jsonl is written about every second"
+MOST_STEPS, MOST_SECONDS = 10**9, 1e9  # of a window; it is damaged beyond
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ class RecordedSteps:
         mean: np.ndarray = self.seconds.sum(axis=2).mean(axis=1) / self.steps
         return mean
 
+    def quantiles(self, *shares: float) -> list[float]:
+        """Return these quantiles of the seconds of a step, over all steps."""
+        order = np.argsort(self.step_seconds)
+        below = np.cumsum((self.weights * self.steps)[order])
+        places = np.searchsorted(below, [share * below[-1] for share in shares])
+        return self.step_seconds[order[np.minimum(places, len(order) - 1)]].tolist()
+
     def total(self, *parts: str) -> np.ndarray:
         """Return the seconds of each rank in these parts of ``SHOWN``, together; (ranks,)."""
         total: np.ndarray = self.spent[:, [SHOWN.index(part) for part in parts]].sum(axis=1)
@@ -88,17 +96,19 @@ def cells_of(row: Mapping[str, Any]) -> tuple[list[int], np.ndarray] | None:
     try:
         if row["event"] != "steps":
             return None
-        steps, size, cells, seconds = row["steps"], row["cell_steps"], row["cells"], row["seconds"]
+        steps, size, cells = row["steps"], row["cell_steps"], row["cells"]
+        seconds = [row["seconds"][name] for name in SHOWN]
         parts, ranks = len(IN_CELL), len(cells)
-        numbers = [x for one in (*cells, *seconds.values()) for x in one]
-        lengths = {len(values) for values in seconds.values()}
-        if not (ranks and steps > 0 and lengths == {ranks} and all(map(safe_reading.number, numbers))):
+        whole = all(type(x) is int and 0 < x <= MOST_STEPS for x in (steps, size, row["epoch"]))
+        known = all(_measured(x) for one in seconds for x in one)
+        known = known and all(_measured(x, 1e6 * MOST_SECONDS) for one in cells for x in one)
+        if not (ranks and whole and known and {*map(len, seconds)} == {ranks}):
             return None
         of_cells = [min(size, steps - k) for k in range(0, min(steps, CELLS * size), size)]
         if any(len(one) != len(of_cells) * parts for one in cells):
             of_cells, cells = [steps], [np.sum(np.reshape(one, (-1, parts)), axis=0) for one in cells]
         table = np.array(cells, dtype=float).reshape(ranks, -1, parts) / 1e6
-        return (of_cells, table.swapaxes(0, 1)) if table.sum() > 0 and table.min() >= 0 else None
+        return (of_cells, table.swapaxes(0, 1)) if table.sum() > 0 else None
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 
@@ -106,25 +116,27 @@ def cells_of(row: Mapping[str, Any]) -> tuple[list[int], np.ndarray] | None:
 def _recorded(found: Sequence[tuple[Mapping[str, Any], Any]], placed: Mapping[str, Any], starts: int) -> RecordedSteps:
     windows, tables = zip(*found, strict=True)
     last, ranks = windows[-1], tables[-1][1].shape[1]
-    of_windows = [row["of_windows"] if safe_reading.number(row.get("of_windows")) else 1 for row in windows]
-    spent = [last["seconds"].get(name, [0.0] * ranks) for name in SHOWN]
+    of_windows = [
+        min(max(row["of_windows"], 1), MOST_STEPS) if _measured(row.get("of_windows")) else 1 for row in windows
+    ]
+    spent = [last["seconds"][name] for name in SHOWN]
     hosts, cores = (value if isinstance(value, list) else [] for value in (placed.get("hosts"), placed.get("cores")))
-    if not len(hosts) == len(cores) == ranks:
+    if not len(hosts) == len(cores) == ranks or not all(isinstance(host, str) for host in hosts):
         hosts, cores = [], []
     usage = last.get("usage") if isinstance(last.get("usage"), dict) else {}
     stages, size = placed.get("stages"), placed.get("gradient_bytes")
-    syncs = [row["sync"] for row in windows if safe_reading.number(row.get("sync")) and row["sync"] > 0]
+    syncs = [row["sync"] for row in windows if _measured(row.get("sync")) and row["sync"] > 0]
     return RecordedSteps(
         seconds=np.concatenate([table for _, table in tables]),
         steps=np.array([n for of_cells, _ in tables for n in of_cells], dtype=float),
         weights=np.repeat(np.array(of_windows, dtype=float), [len(of_cells) for of_cells, _ in tables]),
         spent=np.array(spent, dtype=float).T,
         windows=windows,
-        hosts=tuple(map(str, hosts)),
-        cores=tuple(tuple(one) if isinstance(one, list) else () for one in cores),
+        hosts=tuple(hosts),
+        cores=tuple(tuple(x for x in one if type(x) is int) if isinstance(one, list) else () for one in cores),
         usage={name: _of_ranks(values, ranks) for name, values in usage.items()},
         stages=stages if isinstance(stages, int) and stages > 0 and ranks % stages == 0 else 1,
-        gradient_bytes=size if isinstance(size, int) else None,
+        gradient_bytes=size if type(size) is int and size > 0 else None,
         sync=min(syncs, default=None),
         starts=starts,
     )
@@ -133,4 +145,9 @@ def _recorded(found: Sequence[tuple[Mapping[str, Any], Any]], placed: Mapping[st
 def _of_ranks(values: object, ranks: int) -> tuple[float | None, ...]:
     if not isinstance(values, list) or len(values) != ranks:
         return (None,) * ranks
-    return tuple(x if safe_reading.number(x) else None for x in values)
+    return tuple(x if _measured(x) else None for x in values)
+
+
+def _measured(value: object, most: float = MOST_SECONDS) -> TypeGuard[int | float]:
+    """Return whether a value can be seconds, or another figure that is measured."""
+    return safe_reading.number(value) and 0 <= value <= most

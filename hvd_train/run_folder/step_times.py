@@ -27,6 +27,7 @@ NUMBERS = {
 LEVEL_BYTES = 1 << 20  # after each of these, the file gets only every second of the windows that it got before
 FLUSH_SECONDS = 10.0
 MAX_BYTES, MAX_LINE_BYTES = 1 << 30, 1 << 24
+LARGEST = 1e12  # of steps and seconds; a row with more is damaged
 SAME_START = 0.01  # seconds: ranks that were started again by the same command
 
 
@@ -87,7 +88,8 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
             with suppress(ValueError):
                 row = safe_reading.parsed(line)
                 needed = NUMBERS.get(str(row.get("event")), ())
-                if needed and all(safe_reading.number(row.get(name)) for name in needed):
+                numbers = [row.get(name) for name in needed]
+                if numbers and all(safe_reading.number(x) and 0 <= x <= LARGEST for x in numbers):
                     rows.append(row)
     return rows
 

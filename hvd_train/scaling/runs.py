@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.config.modes import ALLREDUCE, EVERY_STEP
 from hvd_train.core.shares import SHOWN
 from hvd_train.errors import CheckpointError, TrainError
 from hvd_train.insight import recorded_steps
@@ -18,6 +19,7 @@ from hvd_train.run_folder import layout, metrics_file, safe_reading, step_times
 from hvd_train.scaling.study import Target
 
 WARM = 0.25  # share of the steps at the beginning, when graphs are traced and buffers allocated
+MOST_STEPS = 1 << 20  # of a run that are kept; longer runs keep this many in proportion
 OF_STEPS = ("input", "compute", "exchange", "wait", "bubble", "rest")  # the parts of SHOWN that a step consists of
 
 
@@ -48,12 +50,14 @@ class Run:
 
 def read(run_dir: Path) -> Run | None:
     """Read a run that has ended; None if its folder does not hold what a run writes."""
-    with suppress(TrainError, FileNotFoundError, KeyError, TypeError, ValueError, IndexError, ZeroDivisionError):
+    with suppress(TrainError, OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
         summary = safe_reading.json_object(run_dir / layout.SUMMARY)
         environment = safe_reading.json_object(run_dir / "environment.json")
         warm = int(WARM * summary["steps"])
         whole, timed = recorded_steps.read(run_dir), recorded_steps.read(run_dir, warm)
-        counts = np.maximum(timed.weights * timed.steps, 1).astype(int)
+        counts = np.maximum(timed.weights * timed.steps, 1)
+        counts = np.ceil(counts * min(MOST_STEPS / counts.sum(), 1)).astype(int)
+        exchange = safe_reading.yaml_object(run_dir / "config.yaml").get("exchange") or {}
         ranks, local = int(environment["ranks"]), int(environment["ranks_on_this_host"])
         threads, cores = int(environment["threads"]), int(environment["cores"])
         hosts = len(set(timed.hosts)) or -(-ranks // local)
@@ -62,7 +66,7 @@ def read(run_dir: Path) -> Run | None:
             np.repeat(1000 * timed.step_seconds, counts),
             summary["train_samples"] / summary["steps"],
             _parts(whole.windows, warm),
-            factors(timed) if timed.stages == 1 else None,
+            factors(timed) if ranks == 1 or exchange.get("mode", ALLREDUCE) in EVERY_STEP else None,
             int(summary["steps_per_epoch"]),
             hosts,
             min(ranks * threads, len(bound) or hosts * cores),

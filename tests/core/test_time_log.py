@@ -171,6 +171,19 @@ def test_steps_that_were_skipped_or_rolled_back_do_not_count():
     assert log.counted == 0
 
 
+def test_ranks_that_take_different_numbers_of_steps_in_a_window_share_them():
+    """Each takes 12 steps in all: the windows have as many, and not the sum of the most of each window."""
+    written = []
+    log, steps = TimeLog(2), SimpleNamespace(ranks=lambda row: None, steps=written.append)
+    training = SimpleNamespace(progress=Progress(), groups=SimpleNamespace(links=None), log=steps)
+    training.frontend = SimpleNamespace(specs=list)
+    process = {"usage": [0.0] * 4, "place": ["host", [0]], "sync": 0.0}
+    for pair in ((4, 1), (0, 3), (2, 5), (6, 3)):
+        log.add(training, [[one, [10**9] * 8, 1 << 20, [1] * 4 * one, process] for one in pair])
+    assert sum(row["steps"] for row in written) == 12
+    assert all(row["steps"] > 0 for row in written)
+
+
 @pytest.mark.parametrize("mode", ["local_sgd", "delayed", "async", "parameter_server", "outer"])
 def test_all_modes_are_measured(tmp_path, mode):
     exchange = {"mode": mode} | ({"local_steps": 2} if mode == "local_sgd" else {})

@@ -237,6 +237,10 @@ def test_damaged_and_foreign_files(tmp_path):
     changes = [
         {"cells": [[1, 2, 3, 4]]}, {"cells": "x"}, {"cells": []}, {"cells": [[0] * 32] * 2}, {"cells": [[-1] * 32] * 2},
         {"steps": 10**15, "cell_steps": 0}, {"cell_steps": None}, {"seconds": {"input": [0.0]}},
+        {"steps": 10**15, "cell_steps": 10**14}, {"epoch": None}, {"cells": [[1e300] * 32] * 2}, {"counted": -1},
+        {"seconds": window["seconds"] | {"rest": [-1.0, 0.0]}}, {"seconds": window["seconds"] | {"save": [1e300, 0]}},
+        {"steps": 2.5}, {"step": 1e300}, {"time": -1}, {"cells": [[True] * 32] * 2},
+        {"event": "saved", "counted": 1e300},
     ]  # fmt: skip
     bad = [window | change for change in changes]
     (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *bad]) + '{"event": "ste')
@@ -245,6 +249,56 @@ def test_damaged_and_foreign_files(tmp_path):
     read = recorded_steps.read(folder)
     assert np.array_equal(read.seconds, whole.seconds)
     assert list(explained(case_of(folder)))
+
+
+def changed(folder, **changes):
+    """Change rows of steps.jsonl: {event: what is changed, or None to leave them out}."""
+    rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    rows = [row | changes.get(row["event"], {}) for row in rows if changes.get(row["event"], {}) is not None]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return case_of(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ranks": None}, {"ranks": {"hosts": ["a"]}}, {"ranks": {"hosts": [["a"], {}], "cores": [[[0]], [None]]}},
+        {"ranks": {"stages": 0, "gradient_bytes": -1}}, {"steps": {"of_windows": 1e300}}, {"steps": {"of_windows": 0}},
+        {"steps": {"usage": {"queued": [-1e300, 1], "cpu": [1e300, 0]}}}, {"steps": {"usage": [], "sync": -1}},
+    ],
+)  # fmt: skip
+def test_rows_that_lack_something_or_hold_something_else(tmp_path, changes):
+    values = parts(2)
+    slow_log(values), slow_link(values)
+    folder = write(tmp_path, lockstep(*values), usage=usage(queued=[0.1, 0.1]))
+    (tmp_path / "config.yaml").write_text("{hooks: 5, framework: [], exchange: {compression: [1]}, batch_size: {}}")
+    _, shares, *_ = explained(case_of(folder))
+    assert shares in [*explained(changed(folder, **changes))]
+    trace.write(recorded_steps.read(folder), tmp_path / "t.json")
+
+
+def test_of_many_short_steps_no_list_is_made(tmp_path):
+    """A line stands for many that were left out: 10^12 steps would take 8 TB."""
+    folder = write(tmp_path, lockstep(*parts(1)))
+    first = next(explained(case_of(folder)))
+    assert next(explained(changed(folder, steps={"of_windows": 10**9}))) == first
+
+
+def test_quantiles_are_of_all_steps(tmp_path):
+    folder = write(tmp_path, lockstep(*parts(1, compute=0.02)))
+    recorded = recorded_steps.read(folder)
+    each = np.sort(recorded.step_seconds)
+    assert recorded.quantiles(0.0, 0.5, 1.0) == [each[0], each[STEPS // 2 - 1], each[-1]]
+
+
+@pytest.mark.parametrize("mode", ["async", "parameter_server", "local_sgd", "outer", "streaming"])
+def test_ranks_that_do_not_exchange_in_each_step_have_no_factors(tmp_path, mode):
+    """No rank waits for the slowest one of a step, so the transfers' factor would be above 1."""
+    random = np.random.default_rng(0)
+    seconds = random.exponential(0.01, (STEPS, 2, 4)) * [1, 1, 0, 1]
+    assert factors(recorded_steps.read(write(tmp_path, seconds))).transfer > 1
+    told = "\n".join(explained(case_of(write(tmp_path, seconds, f"exchange: {{mode: {mode}}}"))))
+    assert "efficiency" not in told
 
 
 def test_ranks_that_do_not_wait_for_one_another_differ_in_their_steps(tmp_path):

@@ -133,6 +133,18 @@ def test_the_warm_up_does_not_count(tmp_path):
     assert (run.factors.parallel, run.factors.transfer) == pytest.approx((0.8, 0.8))
 
 
+@pytest.mark.parametrize("mode", ["allreduce", "async", "outer"])
+def test_only_ranks_that_exchange_in_each_step_have_factors(tmp_path, mode):
+    trial = study(tmp_path).short_run(2, 0)
+    write_run(trial)
+    run = Path(trial.config.run_dir)
+    (run / "config.yaml").write_text(f"exchange: {{mode: {mode}}}")
+    assert (runs.read(run).factors is None) == (mode != "allreduce")
+    for text in ("exchange: 5", "exchange: [mode]", "["):
+        (run / "config.yaml").write_text(text)
+        runs.read(run)
+
+
 @pytest.mark.parametrize("name", ["summary.json", "environment.json", "steps.jsonl"])
 @pytest.mark.parametrize(
     "text", ["", "{}", "[]", '{"time": 1, "event": "steps", "step": 4, "counted": 1, "cells": 3}\n']

@@ -29,6 +29,7 @@ class TimeLog:
         zeros = np.zeros((ranks, len(SHOWN)))  # seconds
         self._row, self._epoch, self._all = zeros, zeros, zeros  # since the last row, in this epoch, in this process
         self._row_steps, self._skipped, self._memory = 0.0, 0, 0
+        self._taken = 0.0  # steps in this process, the mean over ranks: not all take equally many in a window
         self._written = time.monotonic()
         self.counted, self.lost = 0.0, False
         self.placed = False
@@ -48,9 +49,16 @@ class TimeLog:
         if taken and not self.lost:
             self.counted += float(of_steps) * max(0.0, 1 - skipped / taken)
         self.lost = False
-        window = {"epoch": p.epoch + 1, "step": p.step, "steps": max(steps), "counted": round(self.counted, 6)}
+        before, self._taken = round(self._taken), self._taken + taken
+        whole = round(self._taken) - before
+        window: dict[str, Any] = {
+            "epoch": p.epoch + 1,
+            "step": p.step,
+            "steps": whole,
+            "counted": round(self.counted, 6),
+        }
         window |= {"seconds": dict(zip(SHOWN, np.round(self._all.T, 4).tolist(), strict=True))}
-        window |= {"cell_steps": cell_steps(max(steps)), "cells": cells}
+        window |= {"cell_steps": cell_steps(whole), "cells": cells}
         usage = [one["usage"] for one in process]
         window |= {"usage": dict(zip(USAGE, zip(*usage, strict=True), strict=True))}
         window |= {"sync": round(min(one["sync"] for one in process), 6)}
@@ -60,7 +68,7 @@ class TimeLog:
             placed = {"hosts": hosts, "cores": cores, "stages": stages, "gradient_bytes": size}
             training.log.ranks(placed | {"step": p.step})
             self.placed = True
-        if taken:
+        if whole:
             training.log.steps(window)
         if time.monotonic() - self._written >= ROW_SECONDS:
             self.write(training)

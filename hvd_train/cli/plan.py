@@ -122,7 +122,7 @@ def plan(
         measured = measuring.measure(config, wanted, seconds, start, files, _report)
     model, rehearsed = measured.model(config.exchange.compression), {}
     with measuring.folder_of(config, shared=launcher != "auto") as files:
-        for n in slept:
+        for n in slept if not measured.stopped else []:
             own = planning.slept(model, planning.batch_of_rank(config, n))
             try:
                 taken = measuring.rehearse(config, n, own, 5.0, measuring.on_ranks(launcher), files / str(n))
@@ -136,6 +136,7 @@ def plan(
     for file in outputs:
         _write(file, found, measured, studied)
         click.echo(f"written: {file}")
+    sys.exit(measured.stopped)
 
 
 def _report(line: str) -> None:

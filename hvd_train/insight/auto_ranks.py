@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def choose(config: Config, resume: str | None, launcher: str) -> tuple[Placement
         say(f"-np auto: measuring for up to {SECONDS:.0f} s", err=True)
     with calibration.folder_of(config, shared=False) as folder:
         measured = calibration.measure(config, wanted, SECONDS, start, folder, lambda line: None)
+    if measured.stopped:
+        sys.exit(measured.stopped)
     model = measured.model()
     chosen = fastest(model)
     listed = [f"{described(key)} {model.predict(1, *key).rate:,.0f}" for key in model.placements if key != chosen]

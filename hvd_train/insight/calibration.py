@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -41,13 +42,15 @@ Start = Callable[[list[str]], tuple[list[str], dict[str, str]]]
 class Calibration:
     """The figures of each placement, a list of runs, as ``jobs/calibrate.py`` writes them.
 
-    ``problems``: {placement: (reason, exit code)} of those that could not be measured. ``seconds``: that it took.
+    ``cores``: of this host, or its GPUs if those compute. ``problems``: {placement: (reason, exit code)} of those that
+    could not be measured. ``seconds``: that it took. ``stopped``: the exit code if a signal has ended it, else 0.
     """
 
     cores: int
     figures: dict[Placement, list[dict[str, Any]]] = field(default_factory=dict)
     problems: dict[Placement, tuple[str, int]] = field(default_factory=dict)
     seconds: float = 0.0
+    stopped: int = 0
 
     @property
     def samples(self) -> int:
@@ -196,31 +199,35 @@ def measure(
 ) -> Calibration:
     """Measure the placements in turns until ``seconds`` are over, at least the first two.
 
-    Raises SystemExit if a signal has stopped a world, and ConfigError if nothing could be measured.
+    Raises SystemExit if a signal has stopped the first one, and ConfigError if nothing could be measured.
     """
     result, began, longest = Calibration(host_cores()), time.monotonic(), 0.0
     steps = min(max(PART * seconds, LEAST_SECONDS), MOST_SECONDS)
-    turn, worlds, missing = 0, 0, []
-    while True:
-        for placement in wanted:
-            left = seconds - (time.monotonic() - began)
-            if placement in result.problems:
-                continue
-            if worlds >= ALWAYS and left < longest:
-                if not turn:
-                    missing.append(placement)
-                continue
-            world = time.monotonic()
-            code = _measure_one(
-                result, config, placement, steps, max(left, LEAST_WORLD), start, folder / f"{turn}-{placement}"
-            )
-            longest, worlds = max(longest, time.monotonic() - world), worlds + 1
-            report(_outcome(result, placement))
-            if not result.figures and code in MISTAKES:
-                break  # the others would fail alike
-        turn += 1
-        if seconds - (time.monotonic() - began) < longest or not result.figures:
+    worlds, missing = 0, list[Placement]()
+    for number in itertools.count():
+        turn, placement = number // len(wanted), wanted[number % len(wanted)]
+        left = seconds - (time.monotonic() - began)
+        if turn and (left < longest or not result.figures):
             break
+        if placement in result.problems or (result.figures and placement[0] > max(result.cores, 2)):
+            continue  # of GPUs there may be fewer than cores
+        if worlds >= ALWAYS and left < longest:
+            missing.append(placement)
+            continue
+        world = time.monotonic()
+        name = folder / f"{turn}-{placement[0]}-{placement[1]}"
+        try:
+            code = _measure_one(result, config, placement, steps, max(left, LEAST_WORLD), start, name)
+        except SystemExit as stop:
+            if not result.figures:
+                raise
+            result.stopped = int(stop.code or 1)
+            report("stopped: the plan has what was measured until now")
+            break
+        longest, worlds = max(longest, time.monotonic() - world), worlds + 1
+        report(_outcome(result, placement))
+        if not result.figures and code in MISTAKES:
+            break  # the others would fail alike
     result.seconds = time.monotonic() - began
     for ranks, threads in missing:
         report(f"{_named(ranks, threads)}: no time was left; --seconds gives more")
@@ -267,6 +274,7 @@ def _measure_one(
         figures = json.loads(output.read_bytes())
     if figures.get("calls") and figures["calls"][0]:
         result.figures.setdefault(placement, []).append(figures)
+        result.cores = figures.get("gpus") or result.cores
     elif placement not in result.figures:
         slow = f"{most:.0f} s were too few for some steps; give more --seconds", 2
         result.problems[placement] = slow if code in (logged.TOO_LONG, 0) else (logged.reason(log, code), code)

@@ -17,6 +17,7 @@ import numpy as np
 from hvd_train.config import Config, load_config
 from hvd_train.core.learning_rate import Schedule
 from hvd_train.errors import ConfigError, amount
+from hvd_train.insight import scaling_laws
 from hvd_train.insight.calibration import Calibration
 from hvd_train.insight.prediction import LEVEL_Z, PAYLOAD, Compressed, Link, Model, Prediction
 from hvd_train.report.text_tables import table
@@ -170,10 +171,12 @@ def rows(
     found.sort(key=lambda pair: (pair[1] == "rehearsed", pair[0].hosts, pair[0].ranks, -pair[0].threads))
     unit = first.rate / first.ranks
 
+    usual = {one.ranks: max(o.threads for o in on_host if o.ranks == one.ranks) for one in on_host}
+
     def studied_rate(one: Prediction, source: str) -> float | None:
-        rates = (studied or {}).get(one.ranks) if source != "rehearsed" and one.hosts == 1 else None
-        usual = one.threads == max(calibration.cores // one.ranks, 1) or config.threads != "auto"
-        return median(rates) if rates and usual else None
+        here = source != "rehearsed" and one.hosts == 1 and one.threads == usual[one.ranks]
+        rates = (studied or {}).get(one.ranks) if here else None
+        return median(rates) if rates else None
 
     return [
         Row(one, source, total_steps(config, samples, one.ranks), one.rate / unit, studied_rate(one, source))
@@ -324,21 +327,32 @@ def _larger_batch(known: Sequence[Row], calibration: Calibration) -> list[str]:
 
 
 def against_study(found: Sequence[Row]) -> list[str]:
-    """Compare the plan with what a study has measured."""
-    compared = [row for row in found if row.error is not None]
-    lines = [
-        f"study: {amount(row.at.ranks, 'rank')}: {row.studied:,.0f} samples/s, plan {row.at.rate:,.0f}, error "
-        f"{100 * (row.error or 0):+.1f} %"
-        for row in compared
-    ]
-    errors = [abs(row.error or 0) for row in compared]
-    within = sum(
-        row.at.ranks * row.at.batch / row.at.high <= (row.studied or 0) <= row.at.ranks * row.at.batch / row.at.low
-        for row in compared
-    )
+    """Compare the plan, and simpler predictions beside it, with what a study has measured."""
+    lines, errors, inside = [], [], 0
+    for row in found:
+        at = row.at
+        if row.studied is None or row.error is None:
+            continue
+        others = [f"{name} {100 * (rate / row.studied - 1):+.1f} %" for name, rate in baselines(found, row).items()]
+        words = ", ".join([f"plan {at.rate:,.0f}: {100 * row.error:+.1f} %", *others])
+        lines.append(f"study: {amount(at.ranks, 'rank')}: {row.studied:,.0f} samples/s, {words}")
+        errors.append(abs(row.error))
+        inside += at.ranks * at.batch / at.high <= row.studied <= at.ranks * at.batch / at.low
     if errors:
-        lines.append(f"study: median error {100 * median(errors):.1f} %; {within} of {len(errors)} within the interval")
+        lines.append(f"study: median error {100 * median(errors):.1f} %; {inside} of {len(errors)} within the interval")
     return lines
+
+
+def baselines(found: Sequence[Row], row: Row) -> dict[str, float]:
+    """Return {name: samples/s} of simpler predictions: as many times the first row, and a scaling law through the
+    study's fewer ranks, the universal law if there are three, or Amdahl's."""
+    first = found[0].at
+    rates = {"linear": first.rate / first.ranks * row.at.ranks}
+    fewer = {one.at.ranks: [one.studied] for one in found if one.studied and one.at.ranks < row.at.ranks}
+    name = scaling_laws.UNIVERSAL if len(fewer) > 2 else scaling_laws.AMDAHL
+    if law := scaling_laws.fit(fewer, name):
+        rates[f"{name} law"] = float(law.law.rate(row.at.ranks))
+    return {} if row.at.ranks == first.ranks else rates
 
 
 def _fewer_bytes(known: Sequence[Row], config: Config, calibration: Calibration, link: Link | None) -> list[str]:

@@ -180,8 +180,8 @@ def ring(ranks: int) -> float:
 class Model:
     """What was measured on one host, and what follows from it.
 
-    ``points``: the runs of each (ranks, threads). ``cores``: of a host. ``sent``: S; ``messages``: m. ``gathers``: each
-    rank sends S to each other one, as some compressors do, so that S counts N - 1 times.
+    ``points``: the runs of each (ranks, threads). ``cores``: of a host, or its GPUs. ``sent``: S; ``messages``: m.
+    ``gathers``: each rank sends S to each other one, as some compressors do, so that S counts N - 1 times.
     """
 
     points: Mapping[tuple[int, int], Sequence[Point]]

@@ -85,7 +85,8 @@ def calibrate(config: Config, seconds: float, output: Path, verbose: bool) -> in
     The file is written after each part, so that what was measured is there if a later part fails.
     """
     with opened_job(config, verbose, metered=world().size > 1) as job:
-        figures: dict[str, Any] = {"samples": len(job.data.train), "ranks": job.communicator.size}
+        gpus = job.session.module.gpus() if config.device != "cpu" else 0
+        figures: dict[str, Any] = {"samples": len(job.data.train), "ranks": job.communicator.size, "gpus": gpus}
 
         def write(more: Mapping[str, Any]) -> None:
             figures.update(more)

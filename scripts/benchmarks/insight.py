@@ -5,8 +5,8 @@ half before and half after the plan, so that a drift of the machine hits both. R
 plan; more are extrapolated, and share cores. Over links (``--rates``, network namespaces as root) a cell is a
 rehearsal: ranks that sleep the steps' own times and exchange for real, against the prediction for as many hosts.
 
-Baselines: linear (N times one rank), and for extrapolated ranks a scaling law through the study's smaller ones: the
-universal law where there are three, else Amdahl's.
+Baselines: linear (N times one rank), and a scaling law through the study's smaller numbers of ranks, where there are
+two or more: the universal law where there are three, else Amdahl's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from work import MODELS, ROOT, settings
 
 from hvd_train.config import Config, load_config, resolved_yaml
 from hvd_train.errors import TrainError
-from hvd_train.insight import calibration, plan, scaling_laws
+from hvd_train.insight import calibration, plan
 from hvd_train.insight.prediction import Prediction
 from hvd_train.launch.start import environment
 from hvd_train.report.text_tables import table
@@ -55,14 +55,6 @@ def study(file: Path, folder: Path, ranks: Sequence[int], repeats: int, seconds:
     return {one.ranks: [run.rate for run in one.runs] for one in measured(studies.load(folder)).known}
 
 
-def baselines(rates: dict[int, list[float]], ranks: int, one: float) -> tuple[float, float | None]:
-    """Return samples/s by the linear law from one rank of the plan, and by a law through the study's smaller ranks."""
-    smaller = {n: values for n, values in rates.items() if n < ranks}
-    name = scaling_laws.UNIVERSAL if len(smaller) > 2 else scaling_laws.AMDAHL
-    law = scaling_laws.fit(smaller, name) if len(smaller) > 1 else None
-    return one * ranks, float(law.law.rate(ranks)) if law else None
-
-
 def on_this_host(name: dict, config: Config, options: Any, folder: Path) -> tuple[list[dict], calibration.Calibration]:
     """Return the cells of this host, and the calibration."""
     file, cores = folder / "job.yaml", calibration.host_cores()
@@ -75,13 +67,11 @@ def on_this_host(name: dict, config: Config, options: Any, folder: Path) -> tupl
     found = calibration.measure(config, placements, options.plan_seconds, start, folder / "plan", lambda line: None)
     rates = study(file, folder / "study", ranks, options.repeats, options.seconds)
     rows = [row for row in plan.rows(config, found, ranks=ranks, studied=rates) if row.studied]
-    one = next((row.at.rate for row in rows if row.at.ranks == 1), 0.0)
     cells = []
     for row in rows:
-        true = float(row.studied or 0)
-        linear, law = baselines(rates, row.at.ranks, one)
-        cell = compared(row.at, true) | {"where": "here", "how": row.source, "linear": linear / true - 1}
-        cells.append(name | cell | {"law": law / true - 1 if law and row.source == "predicted" else None})
+        true, others = float(row.studied or 0), list(plan.baselines(rows, row).values())
+        linear, law = ([rate / true - 1 for rate in others] + [None, None])[:2]
+        cells.append(name | compared(row.at, true) | {"where": "here", "how": row.source, "linear": linear, "law": law})
     return cells, found
 
 

@@ -217,8 +217,17 @@ def test_a_study_stands_beside_the_plan(tmp_path):
         errors[1, 2] == pytest.approx(0) and errors[1, 1] is None and errors[2, 1] == pytest.approx(64 / 0.11 / 600 - 1)
     )
     assert plan.against_study(rows)[-1] == "study: median error 1.5 %; 2 of 2 within the interval"
+    assert plan.against_study(rows)[1] == "study: 2 ranks: 600 samples/s, plan 582: -3.0 %, linear +33.3 %"
     picture(rows, tmp_path / "plan.png", {1: [390, 420, 400], 2: [600]})
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_simpler_predictions_stand_beside_it():
+    rows = plan.rows(CONFIG, calibrated(), ranks=[1, 2, 4], studied={1: [400], 2: [700], 4: [1000]})
+    beside = plan.baselines(rows, rows[-1])
+    assert beside["linear"] == pytest.approx(1600)
+    sigma = 2 / (700 / 400) - 1  # Amdahl's law through 1 and 2 ranks
+    assert beside["Amdahl law"] == pytest.approx(1600 / (1 + 3 * sigma))
 
 
 def test_csv_and_json():
@@ -249,13 +258,15 @@ def test_auto_takes_fewer_ranks_if_they_are_nearly_as_fast():
 # ---- a calibration whose worlds fail
 
 
-def measured(monkeypatch, outcomes, seconds=60.0, tmp_path=None):
+def measured(monkeypatch, outcomes, seconds=60.0, tmp_path=None, cores=2):
     """Measure with children that do as ``outcomes`` says: {(ranks, threads): figures or (error line, code)}."""
 
     def child(line, env, log, most):
         words = dict(zip(line[1::2], line[2::2], strict=False))
         threads = load_config(measuring.Path(words["-c"])).threads
         outcome = outcomes[int(words["-np"]), threads]
+        if outcome == 130:
+            return 130
         if isinstance(outcome, tuple):
             log.write_text(f"error: {outcome[0]}\n")
             return outcome[1]
@@ -265,7 +276,7 @@ def measured(monkeypatch, outcomes, seconds=60.0, tmp_path=None):
     monkeypatch.setattr(measuring.logged, "run", child)
     told: list[str] = []
     start = lambda words: (words, {})  # noqa: E731
-    found = measuring.measure(CONFIG, placements(2, "auto"), seconds, start, tmp_path, told.append)
+    found = measuring.measure(CONFIG, placements(cores, "auto"), seconds, start, tmp_path, told.append)
     return found, told
 
 
@@ -278,6 +289,25 @@ def test_what_was_measured_is_kept_when_a_world_dies(monkeypatch, tmp_path):
     assert "2 ranks of 1 thread: not measured: a rank was lost" in told
     rows = plan.rows(CONFIG, found, [1, 2], (), parse_link("1gbit"))
     assert len(rows) == 3
+
+
+def test_a_plan_that_is_stopped_has_what_was_measured(monkeypatch, tmp_path):
+    outcomes = {(1, 2): figures(1), (2, 1): 130}
+    found, told = measured(monkeypatch, outcomes, tmp_path=tmp_path)
+    assert found.stopped == 130 and [*found.figures] == [(1, 2)] and told[-1].startswith("stopped: ")
+    with pytest.raises(SystemExit):
+        measured(monkeypatch, {(1, 2): 130}, tmp_path=tmp_path / "again")
+
+
+def test_of_gpus_there_are_as_many_ranks(monkeypatch, tmp_path):
+    monkeypatch.setattr(measuring, "host_cores", lambda: 16)
+    clock = iter(np.arange(0, 1e4, 4.0))
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: float(next(clock)))
+    one, two = figures(1, gpus=2), figures(2, gpus=2)
+    outcomes = {(1, 16): one, (2, 8): two, (1, 1): one}
+    found, _ = measured(monkeypatch, outcomes, tmp_path=tmp_path, cores=16)
+    assert found.cores == 2 and set(found.figures) == set(outcomes)
+    assert plan.rows(CONFIG, found, ranks=[4])[-1].at.shared
 
 
 def test_a_configuration_that_does_not_train_is_told_with_its_code(monkeypatch, tmp_path):

@@ -156,11 +156,12 @@ def rows(
     def fits(n: int) -> bool:
         return n <= min(samples, config.global_batch(n))
 
-    placements = [(k, t) for k, t in placements if (k, t) in model.placements or fits(k)]
+    # Without a measured exchange, only what was measured is known.
+    placements = [(k, t) for k, t in placements if (k, t) in model.placements or (fits(k) and model.knows_exchange)]
     on_host = [model.predict(1, k, t or None, batch=batch_of_rank(config, k)) for k, t in placements]
     found = [(one, "measured" if one.measured else "predicted") for one in on_host]
     for count in hosts:
-        if count > 1:
+        if count > 1 and model.knows_exchange:
             tried = [(k, t) for k, t in placements if k <= calibration.cores and fits(count * k)]
             several = [model.predict(count, k, t or None, link, batch_of_rank(config, count * k)) for k, t in tried]
             if several:
@@ -258,8 +259,9 @@ def brief(hours: float) -> str:
 
 def text(found: Sequence[Row], wish: Wish, config: Config, calibration: Calibration, link: Link | None = None) -> str:
     """Return the table, and what follows from it."""
-    lines = [table(HEADER, [cells(row) for row in found]), ""]
-    lines.append(choice(found, wish))
+    lines = [table(HEADER, [cells(row) for row in found]), "", choice(found, wish)]
+    if not calibration.model(config.exchange.compression).knows_exchange:
+        lines.append("no exchange could be measured, so more ranks are not predicted")
     lines += [*findings(found, config, calibration, link), *against_study(found)]
     runs = sum(map(len, calibration.figures.values()))
     lines.append(

@@ -200,6 +200,11 @@ class Model:
         return sorted(self._point)
 
     @property
+    def knows_exchange(self) -> bool:
+        """Return whether an exchange was measured: otherwise more ranks cannot be predicted."""
+        return self._multi() is not None
+
+    @property
     def deviation(self) -> tuple[float, float]:
         """Return the standard deviation of log seconds between runs of the same, and its degrees of freedom."""
         total, count = RUN_WEIGHT * RUN_DEVIATION**2, RUN_WEIGHT
@@ -233,7 +238,7 @@ class Model:
         return Parts(point, ranks, threads, own, factor * point.slope, x, base.overlap, waiting, False)
 
     def _measured(self, point: Point) -> Parts:
-        base = point if point.ranks > 1 else self._multi()
+        base = point if point.exchange > 0 else self._multi()
         g = overlap(base.mean_own, base.exchange, base.exposed) if base else 1.0
         values = point.mean_own, point.slope, point.exchange, g, point.waiting
         return Parts(point, point.ranks, point.threads, *values, True)
@@ -248,8 +253,8 @@ class Model:
         return parts.waiting * after / before if parts.ranks > 1 and before > 0 else parts.waiting + after - before
 
     def _multi(self, ranks: int = 2) -> Point | None:
-        """Return the measured point of several ranks that is nearest to ``ranks``; None if none was measured."""
-        several = [self._point[key] for key in self.placements if key[0] > 1]
+        """Return the point with a measured exchange that is nearest to ``ranks``; None if none was measured."""
+        several = [one for one in self._point.values() if one.exchange > 0]
         return min(several, key=lambda one: abs(math.log(one.ranks / ranks))) if several else None
 
     def driver(self, ranks: int) -> float:

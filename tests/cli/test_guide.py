@@ -292,7 +292,7 @@ def test_links_lead_somewhere(page):
 
 # Speed, memory and accuracy that somebody measured, and the commands that measure them.
 FIGURE = re.compile(r"\d (?:times (?:as (?:fast|slow)|the)|(?:samples|images)/s|m?s a step|MiB a rank|%)")
-MEASURES = re.compile(r"scripts/(?:bench|demo|test|torture)\b|hvd-train (?:fit|modes|verify)\b")
+MEASURES = re.compile(r"scripts/(?:bench|demo|test|torture)\b|hvd-train (?:fit|modes|verify|scale|plan|explain)\b")
 
 
 @pytest.mark.parametrize("page", PAGES)

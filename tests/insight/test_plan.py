@@ -287,8 +287,18 @@ def test_what_was_measured_is_kept_when_a_world_dies(monkeypatch, tmp_path):
     found, told = measured(monkeypatch, outcomes, tmp_path=tmp_path)
     assert found.problems == {(2, 1): ("a rank was lost", 5)} and set(found.figures) == {(1, 2), (1, 1)}
     assert "2 ranks of 1 thread: not measured: a rank was lost" in told
-    rows = plan.rows(CONFIG, found, [1, 2], (), parse_link("1gbit"))
-    assert len(rows) == 3
+    # Nothing is known about an exchange, and nothing is made up.
+    rows = plan.rows(CONFIG, found, [1, 2], [2], parse_link("1gbit"))
+    assert [row.at.ranks for row in rows] == [1, 1]
+    told = plan.text(rows, Wish(), CONFIG, found, parse_link("1gbit"))
+    assert "no exchange could be measured, so more ranks are not predicted" in told
+
+
+def test_a_world_that_dies_after_its_steps_is_measured_but_predicts_no_exchange():
+    two = {name: value for name, value in figures(2).items() if name in ("samples", "ranks", "batch", "calls")}
+    rows = plan.rows(CONFIG, calibrated(**{"1x1": figures(1), "2x1": two}), [1, 4], (), parse_link("1gbit"))
+    assert [(row.at.ranks, row.source) for row in rows] == [(1, "measured"), (2, "measured")]
+    assert rows[1].at.step == pytest.approx(0.11)
 
 
 def test_a_plan_that_is_stopped_has_what_was_measured(monkeypatch, tmp_path):

@@ -76,6 +76,7 @@ def test_measured_ranks_take_what_was_measured():
 def test_without_bytes_and_latency_the_exchange_vanishes():
     points = {(1, 1): [point(1)], (2, 1): [point(2)]}
     model = Model(points, cores=8)
+    assert not model.knows_exchange and host().knows_exchange
     for hosts in (1, 2, 16):
         found = model.predict(hosts, 1, 1, Link(1e9, 0.0))
         assert found.exchange == 0 and found.step == pytest.approx(0.1) and found.rate == pytest.approx(320 * hosts)

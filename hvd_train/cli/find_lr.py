@@ -16,10 +16,15 @@ from hvd_train.errors import ConfigError
 @options.num_proc
 @options.any_launcher
 @click.option(
-    "--from", "first", type=click.FloatRange(min=0, min_open=True), default=1e-6, show_default=True, help="First rate."
+    "--from",
+    "first",
+    type=options.NumberRange(min=0, min_open=True),
+    default=1e-6,
+    show_default=True,
+    help="First rate.",
 )
 @click.option(
-    "--to", "last", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True, help="Last rate."
+    "--to", "last", type=options.NumberRange(min=0, min_open=True), default=10.0, show_default=True, help="Last rate."
 )
 @click.option("--steps", type=click.IntRange(min=10), default=100, show_default=True, help="Steps, one rate each.")
 @click.option("-o", "--output", metavar="FILE.png", type=options.FILE, help="Draw the losses too.")

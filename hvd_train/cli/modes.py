@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0),
+    type=options.NumberRange(min=0),
     default=60.0,
     show_default=True,
     help="End each turn of a way after this many seconds of steps; 0: never.",

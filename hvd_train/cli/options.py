@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -13,6 +14,16 @@ from hvd_train.errors import ConfigError
 from hvd_train.launch import launchers
 
 FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+class NumberRange(click.FloatRange):
+    """A finite number in a range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 def together(*options: Callable) -> Callable:

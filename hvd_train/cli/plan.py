@@ -11,7 +11,7 @@ import click
 
 from hvd_train.cli import options
 from hvd_train.cli.launching import open_rendezvous, rank_words
-from hvd_train.errors import ConfigError
+from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.run_folder.terminal import say
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ SECONDS = 60.0
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=5),
+    type=options.NumberRange(min=5),
     default=SECONDS,
     show_default=True,
     help="Measure for so long; the first two measurements are always made.",
@@ -161,12 +161,15 @@ def _write(file: Path, found: list, measured: object, studied: dict[int, list[fl
     from hvd_train.insight import plan as planning
     from hvd_train.insight.plan_picture import picture
 
-    if file.suffix == ".csv":
-        files.put(file, planning.csv_text(found).encode())
-    elif file.suffix == ".json":
-        files.put(file, planning.json_text(found, measured).encode())  # type: ignore[arg-type]
-    else:
+    if file.suffix not in (".csv", ".json"):
         picture(found, file, studied)
+        return
+    text = planning.csv_text(found) if file.suffix == ".csv" else planning.json_text(found, measured)  # type: ignore[arg-type]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        files.put(file, text.encode())
+    except OSError as error:
+        raise CheckpointError(f"the table cannot be written: {error.strerror}", where=str(file)) from error
 
 
 @click.command(hidden=True)

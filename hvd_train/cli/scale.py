@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option("--steps", type=click.IntRange(min=8), help="Steps of each run (without: chosen by --seconds).")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0.1),
+    type=options.NumberRange(min=0.1),
     default=10.0,
     show_default=True,
     help="Seconds of steps that are timed in a run on the fewest ranks.",
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Runs of each number of ranks at most; fewer, if the steps' times are known to 5 % before.",
 )
-@click.option("--minutes", type=click.FloatRange(min=0), help="Begin no run after this time.")
+@click.option("--minutes", type=options.NumberRange(min=0), help="Begin no run after this time.")
 @options.launcher(in_allocation=True)
 @options.hosts
 @click.option("--slurm", is_flag=True, help="Submit each run as a job, with section slurm; --collect reads them.")
@@ -80,6 +80,7 @@ def scale(
     """
     from hvd_train.config import load_config
     from hvd_train.launch.environment import world
+    from hvd_train.run_folder.lock import Lock
     from hvd_train.scaling import study as studies
     from hvd_train.scaling.turns import Limits, measure
 
@@ -104,15 +105,16 @@ def scale(
     if slurm:
         _submit(study, limits, resume, Path(path or "hvd-train").stem)
         return
-    study = study.begin(resume)
 
     def starting(count: int) -> list[str]:
         return ["-np", str(count), "--launcher", launcher, *(hosts.options if hosts else _on_nodes(launcher, count))]
 
-    try:
-        code = measure(study, starting, limits, lambda line: say(line, err=True))
-    except KeyboardInterrupt:  # between two runs
-        code = 130
+    with Lock(folder, "another study is measured there; wait for its end, or give another --run-dir"):
+        study = study.begin(resume)
+        try:
+            code = measure(study, starting, limits, lambda line: say(line, err=True))
+        except KeyboardInterrupt:  # between two runs
+            code = 130
     sys.exit(_finish(studies.load(folder), code, report_dir))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvd_train.checkpoint import store
 from hvd_train.config import Config
-from hvd_train.errors import amount
+from hvd_train.errors import ConfigError, amount
 from hvd_train.insight import calibration
 from hvd_train.insight.calibration import Placement
 from hvd_train.insight.plan import batch_of_rank
@@ -25,7 +25,11 @@ def choose(config: Config, resume: str | None, launcher: str) -> tuple[Placement
     """Return (ranks, threads) and why. A run that goes on keeps those that it had. Raises ConfigError."""
     if earlier := _earlier(config, resume):
         return earlier, f"{described(earlier)}, as the run began"
-    calibration.check(config)
+    try:
+        calibration.check(config)
+    except ConfigError as error:
+        what = "auto measures synchronous training, in which all ranks exchange gradients in each step"
+        raise ConfigError(what, where=error.where, fix="give the number of ranks: -np 2") from error
     cores = calibration.host_cores()
     wanted, start = calibration.placements(cores, config.threads), calibration.on_ranks(launcher)
     if cores == 1:

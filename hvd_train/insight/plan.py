@@ -25,6 +25,7 @@ from hvd_train.report.text_tables import table
 LATENCY = 50e-6  # of a link, if none is given: Ethernet with TCP
 BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+MOST = 1e15  # of what a user gives: counts, bit/s, hours
 WORTH = 0.95  # of the step time: another exchange pays below it
 EFFICIENT = 0.8  # of the work of single hosts, down to which more are well used
 LARGER, BETTER = 4, 1.2  # times the batch of a rank that is looked at, and the samples/s from which it is told
@@ -39,7 +40,7 @@ def parse_link(text: str) -> Link:
         latency = float(found[3]) * UNITS[found[4]] if found and found[3] else LATENCY
     except ValueError:
         rate = latency = 0.0
-    if rate <= 0:
+    if not 0 < rate <= MOST or latency > MOST:
         raise ConfigError(
             "this is no speed of a link", where=f"--link {text}", fix="give 10gbit, 100mbit or 1gbit,20us"
         )
@@ -49,7 +50,7 @@ def parse_link(text: str) -> Link:
 def parse_hours(text: str, option: str) -> float:
     """Parse a time, as in ``6h``, ``90m`` or ``2d``; return hours. Raises ConfigError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|m|min|h|d)\s*", text.lower())
-    if not found or float(found[1]) <= 0:
+    if not found or not 0 < float(found[1]) <= MOST:
         raise ConfigError("this is no time", where=f"{option} {text}", fix="give 6h, 90m or 2d")
     return float(found[1]) * UNITS[found[2]] / 3600
 
@@ -57,7 +58,7 @@ def parse_hours(text: str, option: str) -> float:
 def parse_budget(text: str) -> float:
     """Parse node-hours, as in ``200nodeh``. Raises ConfigError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:node-?h(?:ours?)?)?\s*", text.lower())
-    if not found or float(found[1]) <= 0:
+    if not found or not 0 < float(found[1]) <= MOST:
         raise ConfigError("these are no node-hours", where=f"--budget {text}", fix="give 200nodeh")
     return float(found[1])
 
@@ -65,7 +66,7 @@ def parse_budget(text: str) -> float:
 def parse_counts(text: str, option: str) -> list[int]:
     """Parse numbers as in ``1,2,4``; return them in order. Raises ConfigError."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) > 0 for word in words):
+    if not all(re.fullmatch("0*[1-9][0-9]{0,6}", word) for word in words):
         raise ConfigError("these are no numbers from 1", where=f"{option} {text}", fix=f"give {option} 1,2,4")
     return sorted({int(word) for word in words})
 

@@ -21,6 +21,7 @@ def write(recorded: RecordedSteps, path: Path) -> None:
     """Write the timeline. Raises CheckpointError if it cannot be written."""
     content = json.dumps({"displayTimeUnit": "ms", "traceEvents": [*_events(recorded)]}, separators=(",", ":"))
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         files.put(path, content.encode())
     except OSError as error:
         raise CheckpointError(f"the timeline cannot be written: {error.strerror}", where=str(path)) from error

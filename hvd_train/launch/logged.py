@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hvd_train.errors import CheckpointError
 from hvd_train.launch.process import end_with_parent, stop_as_asked
 from hvd_train.launch.watchdog import state
 
@@ -22,9 +23,14 @@ TOO_LONG = 124  # exit code of a command that was ended because its time was ove
 def run(line: Sequence[str], env: Mapping[str, str], log: Path, seconds: float | None = None) -> int:
     """Run a command and return its exit code. A signal to this process is forwarded; the code is then in STOPPED.
 
-    ``seconds``: after which the command is ended; the code is then TOO_LONG.
+    ``seconds``: after which the command is ended; the code is then TOO_LONG. Raises CheckpointError if the log cannot
+    be written.
     """
-    with open(log, "w") as output:
+    try:
+        stream = open(log, "w")  # noqa: SIM115
+    except OSError as error:
+        raise CheckpointError(f"the log cannot be written: {error.strerror}", where=str(log)) from error
+    with stream as output:
         child: subprocess.Popen | None = None
         received: list[int] = []
 

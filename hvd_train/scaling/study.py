@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from hvd_train.config.names import did_you_mean
 from hvd_train.errors import CheckpointError, ConfigError, amount, listing
 from hvd_train.files import content, put
 from hvd_train.mode_comparison.turns import short_training
-from hvd_train.run_folder import layout, safe_reading
+from hvd_train.run_folder import layout, lock, safe_reading
 from hvd_train.sweep import array
 from hvd_train.sweep.folder import CONFIG, FAILED, State
 from hvd_train.sweep.folder import state as trial_state
@@ -129,7 +130,7 @@ class Study:
     def numbers(self, ranks: int, kind: str) -> list[int]:
         """Return the numbers of the runs on disk; ``kind``: run or seed."""
         found = [path.name.partition("-")[2] for path in self._folder(ranks).glob(f"{kind}-*")]
-        return sorted(int(number) for number in found if number.isdigit())
+        return sorted(int(number) for number in found if re.fullmatch("0|[1-9][0-9]{0,8}", number))
 
     def state(self, trial: Trial) -> State:
         """Read the state of a run from its folder."""
@@ -182,17 +183,23 @@ def load(folder: Path) -> Study:
     path = folder / STUDY
     try:
         values = safe_reading.parsed(content(path))
-        target = Target(*values["target"]) if values["target"] else None
-        ranks = tuple(int(n) for n in values["ranks"])
-        if not ranks or not all(0 < n <= MOST_RANKS for n in ranks) or values["kind"] not in (STRONG, WEAK):
-            raise ValueError("it names no ranks, or no kind of study")
-        config = load_config(folder / BASE)
-        return Study(folder, config, ranks, values["kind"], values["steps"], target, values["seeds"])
+        target, ranks = values["target"], values["ranks"]
+        counts = [*ranks, values["seeds"], *([] if values["steps"] is None else [values["steps"]])]
+        if not ranks or not all(type(n) is int and n > 0 for n in counts) or max(ranks) > MOST_RANKS:
+            raise ValueError("it names no ranks, or numbers that are none")
+        if values["kind"] not in (STRONG, WEAK) or target and not _is_target(*target):
+            raise ValueError("it names no kind of study, or another target")
+        config, target = load_config(folder / BASE), Target(*target) if target else None
+        return Study(folder, config, tuple(sorted({*ranks})), values["kind"], values["steps"], target, values["seeds"])
     except FileNotFoundError as error:
         raise ConfigError("the folder holds no study", where=str(folder), fix="give the --run-dir of one") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"the study cannot be used: {reason}", where=str(path)) from error
+
+
+def _is_target(name: object, value: object, better: object) -> bool:
+    return isinstance(name, str) and safe_reading.number(value) and better in ("min", "max")
 
 
 def _digest(config: Config) -> str:
@@ -201,15 +208,21 @@ def _digest(config: Config) -> str:
 
 
 def prepare(trial: Trial) -> None:
-    """Write a run's configuration into its folder, for ``fit -c``."""
+    """Write a run's configuration into its folder, for ``fit -c``. Raises CheckpointError."""
     run_dir = Path(trial.config.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    put(run_dir / CONFIG, resolved_yaml(trial.config).encode())
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        put(run_dir / CONFIG, resolved_yaml(trial.config).encode())
+    except OSError as error:
+        raise CheckpointError(f"the run folder cannot be written: {error.strerror}", where=str(run_dir)) from error
 
 
 def discard(trial: Trial) -> None:
-    """Remove a run that has not ended."""
+    """Remove a run that has not ended. Raises CheckpointError if it goes on."""
     run_dir = Path(trial.config.run_dir)
+    if lock.state(run_dir) == "held":
+        fix = "wait for its end, for example of a job that --slurm has submitted"
+        raise CheckpointError("this run is at work", where=str(run_dir), fix=fix)
     if not (run_dir / layout.SUMMARY).exists():
         shutil.rmtree(run_dir, ignore_errors=True)
 
@@ -217,7 +230,7 @@ def discard(trial: Trial) -> None:
 def parse_ranks(text: str) -> tuple[int, ...]:
     """Parse ``1,2,4,8``. Raises ConfigError."""
     words = [word.strip() for word in text.split(",")]
-    wrong = [word for word in words if not word.isdigit() or not 0 < int(word[:9]) <= MOST_RANKS]
+    wrong = [word for word in words if not re.fullmatch("[0-9]{1,9}", word) or not 0 < int(word) <= MOST_RANKS]
     if wrong:
         what = f"{wrong[0]!r} is no number of ranks"
         raise ConfigError(what, where=f"--ranks {text}", fix="list whole numbers from 1, as in 1,2,4,8")

@@ -114,8 +114,8 @@ def _with_length(
         raised = ConfigError(f"a short training does not run: {logged.reason(log, code)}", where=str(study.folder))
         raised.exit_code = code or 1
         raise raised
-    steps = math.ceil(1000 * limits.seconds / float(run.milliseconds.mean()) / (1 - WARM))
-    study = replace(study, steps=min(max(steps, FEWEST_STEPS), MOST_STEPS))
+    steps = 1000 * limits.seconds / float(run.milliseconds.mean()) / (1 - WARM)
+    study = replace(study, steps=math.ceil(min(max(steps, FEWEST_STEPS), MOST_STEPS)))
     study.save()
     report(f"each run takes {study.steps} steps, of which the first quarter is not timed")
     return study, 0

@@ -123,10 +123,14 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def fail(trial: Trial, error: str, code: int) -> None:
-    """Write the error and exit code of a failed trial to its folder."""
+    """Write the error and exit code of a failed trial to its folder. Raises CheckpointError."""
     run_dir = Path(trial.config.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    put(run_dir / FAILED, json.dumps({"error": error, "code": code}).encode())
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        put(run_dir / FAILED, json.dumps({"error": error, "code": code}).encode())
+    except OSError as reason:
+        what = f"a failure cannot be recorded: {reason.strerror}"
+        raise CheckpointError(what, where=str(run_dir), fix=error) from reason
 
 
 def survivors(sweep: Sweep) -> tuple[int, Sequence[Trial]]:

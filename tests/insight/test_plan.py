@@ -10,9 +10,9 @@ import re
 import numpy as np
 import pytest
 
-from hvd_train.cli.plan import _of_study
+from hvd_train.cli.plan import _of_study, _write
 from hvd_train.config import load_config
-from hvd_train.errors import ConfigError
+from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.insight import auto_ranks, plan
 from hvd_train.insight import calibration as measuring
 from hvd_train.insight.calibration import Calibration, placements, point_of, trial
@@ -62,7 +62,11 @@ def test_links(text, gigabits, latency):
     assert link.bytes_per_second == pytest.approx(0.94 * gigabits * 1e9 / 8) and link.latency == pytest.approx(latency)
 
 
-@pytest.mark.parametrize("text", ["fast", "10", "10gb", "0gbit", "-1gbit", "1.2.3gbit", "10gbit,5", "gbit", ""])
+@pytest.mark.parametrize(
+    "text",
+    ["fast", "10", "10gb", "0gbit", "-1gbit", "1.2.3gbit", "10gbit,5", "gbit", "", "9" * 400 + "gbit",
+     "1gbit," + "9" * 400 + "s"],
+)  # fmt: skip
 def test_what_is_no_link(text):
     with pytest.raises(ConfigError, match="no speed of a link"):
         parse_link(text)
@@ -72,13 +76,13 @@ def test_times_budgets_and_counts():
     hours = [parse_hours(text, "--deadline") for text in ("6h", "90m", "2d", "1800s")]
     assert hours == [6, 1.5, 48, 0.5] and parse_budget("200nodeh") == 200 == parse_budget("200")
     assert parse_counts("8,1, 2,2", "--hosts") == [1, 2, 8]
-    for wrong in ("6", "6 weeks", "0h", "-1h", ""):
+    for wrong in ("6", "6 weeks", "0h", "-1h", "", "9" * 400 + "h"):
         with pytest.raises(ConfigError, match="no time"):
             parse_hours(wrong, "--deadline")
-    for wrong in ("0", "many", "5 h"):
+    for wrong in ("0", "many", "5 h", "9" * 400):
         with pytest.raises(ConfigError, match="no node-hours"):
             parse_budget(wrong)
-    for wrong in ("0,1", "1;2", "a", "1.5", ""):
+    for wrong in ("0,1", "1;2", "a", "1.5", "", "\u00b2", "9" * 5000):
         with pytest.raises(ConfigError, match="no numbers"):
             parse_counts(wrong, "--hosts")
 
@@ -218,6 +222,12 @@ def test_a_study_stands_beside_the_plan(tmp_path):
     )
     assert plan.against_study(rows)[-1] == "study: median error 1.5 %; 2 of 2 within the interval"
     assert plan.against_study(rows)[1] == "study: 2 ranks: 600 samples/s, plan 582: -3.0 %, linear +33.3 %"
+    _write(tmp_path / "new" / "plan.csv", rows, None, {})
+    assert (tmp_path / "new" / "plan.csv").exists()
+    (tmp_path / "file").write_text("")
+    for name in ("plan.csv", "plan.png"):
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            _write(tmp_path / "file" / name, rows, None, {})
     picture(rows, tmp_path / "plan.png", {1: [390, 420, 400], 2: [600]})
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
@@ -335,6 +345,10 @@ MISTAKES = {
     "plan -c job.yaml --link fast": "this is no speed of a link; --link fast; give 10gbit",
     "plan -c job.yaml --deadline soon": "this is no time; --deadline soon; give 6h",
     "plan -c job.yaml -o plan.txt": "the ending says what to write; -o plan.txt; give .png",
+    "plan -c job.yaml --seconds inf": "inf is not a finite number",
+    "scale -c job.yaml --minutes nan": "nan is not a finite number",
+    "scale -c job.yaml --seconds 1e999": "1e999 is not a finite number",
+    "fit -np auto -c job.yaml --set exchange.mode=outer": "give the number of ranks: -np 2",
     "plan -c job.yaml --study nowhere": "the study has its own configuration; --study; leave out -c",
     "plan --study nowhere": "the folder holds no study; ",
     "plan -c job.yaml --set exchange.mode=outer": "plan predicts synchronous training",

@@ -15,15 +15,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from hvd_train.cli.main import cli
 from hvd_train.config import load_config
-from hvd_train.errors import ConfigError
+from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.insight.scaling_laws import Law
 from hvd_train.launch.start import environment
+from hvd_train.run_folder.lock import Lock
 from hvd_train.scaling import page, results, runs, turns
 from hvd_train.scaling.points import measured
-from hvd_train.scaling.study import Study, Target, load, parse_ranks, parse_target, prepare
+from hvd_train.scaling.study import Study, Target, discard, load, parse_ranks, parse_target, prepare
 from hvd_train.sweep.folder import LOG, fail
 from tests.limits import SECONDS, until
 from tests.scaling.made_up import write_run, write_training
@@ -83,7 +85,7 @@ def test_batches_that_do_not_divide(tmp_path, ranks, sets, kind, what):
 def test_options_that_are_none(tmp_path):
     config = study(tmp_path).config
     assert parse_ranks("4, 1,2,2") == (1, 2, 4)
-    for text in ("1,x", "0", "", "1,,2", "-1", "9" * 30):
+    for text in ("1,x", "0", "", "1,,2", "-1", "9" * 30, "9" * 5000, "\u00b2", "1.0"):
         with pytest.raises(ConfigError, match="is no number of ranks; --ranks .*; list whole numbers"):
             parse_ranks(text)
     assert parse_target("val_accuracy=0.97", config) == Target("val_accuracy", 0.97, "max")
@@ -117,6 +119,51 @@ def test_a_study_goes_on_and_may_grow(tmp_path):
         study(tmp_path / "none").begin(resume=True)
     with pytest.raises(ConfigError, match="holds no study"):
         load(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": "x"}, {"steps": 0}, {"steps": True}, {"seeds": None}, {"seeds": 1.5}, {"ranks": []}, {"ranks": ["1"]},
+        {"ranks": [1 << 21]}, {"ranks": 4}, {"kind": 1}, {"target": ["val_loss", "x", "min"]}, {"target": ["val_loss"]},
+        {"target": ["val_loss", 1.0, "best"]}, {"target": 7},
+    ],
+)  # fmt: skip
+def test_a_study_file_that_is_damaged(tmp_path, change):
+    study(tmp_path, target=TARGET).begin(resume=False)
+    values = json.loads((tmp_path / "study.json").read_text())
+    (tmp_path / "study.json").write_text(json.dumps(values | change))
+    with pytest.raises(CheckpointError, match="the study cannot be used: "):
+        load(tmp_path)
+    (tmp_path / "study.json").write_text(json.dumps(values))
+    (tmp_path / "ranks-0001" / "run-\u00b2").mkdir(parents=True)
+    assert load(tmp_path).numbers(1, "run") == []
+
+
+def test_a_run_that_goes_on_is_not_removed(tmp_path):
+    trial = study(tmp_path).short_run(2, 0)
+    prepare(trial)
+    with Lock(Path(trial.config.run_dir)), pytest.raises(CheckpointError, match="this run is at work"):
+        discard(trial)
+    assert Path(trial.config.run_dir).exists()
+    discard(trial)
+    assert not Path(trial.config.run_dir).exists()
+
+
+def test_two_studies_in_one_folder(tmp_path):
+    with Lock(tmp_path):
+        done = CliRunner().invoke(cli, ["scale", "--ranks", "1", "--run-dir", str(tmp_path)])
+    assert isinstance(done.exception, CheckpointError)
+    assert "another study is measured there; wait for its end" in str(done.exception)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "s").write_text("")
+    trial = study(tmp_path / "s").short_run(1, 0)
+    for write in (lambda: prepare(trial), lambda: fail(trial, "killed", 5), lambda: study(tmp_path / "s").save()):
+        with pytest.raises(CheckpointError, match="Not a directory|File exists"):
+            write()
 
 
 # ---- what a run measured

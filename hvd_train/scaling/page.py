@@ -114,7 +114,7 @@ def _figure(name: str, make: Callable[[], Any]) -> str:
 
 
 def _laws(measured: Measured) -> Iterator[str]:
-    fits, notes = measured.fits()
+    fits, notes = measured.fits
     yield heading("Laws of scaling")
     yield "<ul>" + "".join(f"<li>{escaped(line)}.</li>" for line in [*results.law_sentences(fits), *notes]) + "</ul>"
     if any(one.name == UNIVERSAL for one in fits):

@@ -37,7 +37,7 @@ def speedup(measured: Measured) -> Any:
     figure = new_figure(WIDTH, HEIGHT)
     axis = figure.add_subplot()
     known = measured.known
-    first, fits = known[0], measured.fits()[0]
+    first, fits = known[0], measured.fits[0]
     unit = first.rate / first.ranks  # samples/s of one rank, by the fewest ranks
     most = max(one.ranks for one in known)
     line = np.geomspace(first.ranks, most * (BEYOND if fits else 1.0), 200)
@@ -129,27 +129,30 @@ def _time_unit(most_hours: float) -> tuple[str, float]:
 
 
 def target(measured: Measured) -> Any:
-    """Draw the target's metric over samples and over seconds, a line for each training."""
+    """Draw the target's metric and the loss over samples and over seconds, a line for each training."""
     aim = measured.study.target
     assert aim is not None
-    figure = new_figure(2 * WIDTH, HEIGHT)
-    left, right = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
     with_curves = [one for one in measured.points if one.trainings]
-    for k, one in enumerate(with_curves):
-        for number, training in enumerate(one.trainings.values()):
-            samples, seconds, values = zip(*training.curve, strict=True)
-            style: dict[str, Any] = {"color": f"C{k % 10}", "linewidth": 1.2, "alpha": 0.8}
-            style |= {"marker": "os^Dv"[k % 5], "markersize": 3}
-            label = f"{one.ranks} rank{'s' * (one.ranks > 1)}" if number == 0 else None
-            left.plot(samples, values, label=label, **style)
-            right.plot(seconds, values, **style)
-    for axis, name in ((left, "samples of all ranks"), (right, "seconds of steps")):
-        axis.axhline(aim.value, color=INK, linestyle="--", linewidth=1)
-        axis.set(xlabel=name, ylabel=aim.name.replace("_", " "))
-        axis.grid(alpha=0.3)
+    several = aim.name != "val_loss" and any(x.losses for one in with_curves for x in one.trainings.values())
+    figure = new_figure(2 * WIDTH, HEIGHT * (1 + several))
+    axes = figure.subplots(1 + several, 2, squeeze=False)
+    for row, name in enumerate([aim.name, *["val_loss"] * several]):
+        for k, one in enumerate(with_curves):
+            for number, training in enumerate(one.trainings.values()):
+                style: dict[str, Any] = {"color": f"C{k % 10}", "linewidth": 1.2, "alpha": 0.8}
+                style |= {"marker": "os^Dv"[k % 5], "markersize": 3}
+                label = f"{one.ranks} rank{'s' * (one.ranks > 1)}" if number == 0 else None
+                points = training.losses if row else training.curve
+                for axis, at in zip(axes[row], (0, 1), strict=True):
+                    axis.plot([x[at] for x in points], [x[2] for x in points], label=label, **style)
+        for axis, what in zip(axes[row], ("samples of all ranks", "seconds of steps"), strict=True):
+            axis.set(xlabel=what, ylabel=name.replace("_", " "))
+            axis.grid(alpha=0.3)
     ends = [training.curve[-1][1] for one in with_curves for training in one.trainings.values()]
     if max(ends) > FAR * min(ends):
-        right.set_xscale("log")
-    left.plot([], [], color=INK, linestyle="--", linewidth=1, label="target")
-    left.legend(fontsize=8)
+        for axis in axes[:, 1]:
+            axis.set_xscale("log")
+    for axis in axes[0]:
+        axis.axhline(aim.value, color=INK, linestyle="--", linewidth=1, label="target")
+    axes[0, 0].legend(fontsize=8)
     return figure

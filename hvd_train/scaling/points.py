@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 
@@ -120,8 +121,9 @@ class Measured:
         steps = (config.max_steps or math.inf) * self.known[0].batch / one.batch
         return min(epochs, steps) * median(float(x.milliseconds.mean()) for x in one.runs) / 3.6e6
 
+    @cached_property
     def fits(self) -> tuple[list[Fit], list[str]]:
-        """Return the laws fitted to the points whose ranks have cores of their own, and notes about them."""
+        """The laws fitted to the points whose ranks have cores of their own, and notes about them."""
         points = {one.ranks: [run.rate for run in one.runs] for one in self.known if not one.crowded}
         found = [fit(points, name) for name in (AMDAHL, UNIVERSAL)]
         notes = [note for name in (AMDAHL, UNIVERSAL) if (note := too_few(name, len(points)))]

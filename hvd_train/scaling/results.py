@@ -160,7 +160,7 @@ def _range(one: Fit, quantity: str, form: str) -> str:
 
 def text(measured: Measured) -> str:
     """Return the tables, the laws and the notes for the terminal. Raises ConfigError if nothing was measured."""
-    fits, about_fits = measured.fits()
+    fits, about_fits = measured.fits
     blocks = [f"{title(measured)}\n{table(*speed_table(measured))}"]
     blocks.append(f"cost of the configured training's steps\n{table(*cost_table(measured))}")
     blocks.append(f"shares of a step's time\n{table(*shares_table(measured))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ def read(run_dir: Path) -> Run | None:
         ranks, local = int(environment["ranks"]), int(environment["ranks_on_this_host"])
         threads, cores = int(environment["threads"]), int(environment["cores"])
         hosts = len(set(timed.hosts)) or -(-ranks // local)
+        most = max(Counter(timed.hosts).values(), default=local)  # ranks of a host
         bound = {(host, core) for host, own in zip(timed.hosts, timed.cores, strict=True) for core in own}
         return Run(
             np.repeat(1000 * timed.step_seconds, counts),
@@ -70,7 +72,7 @@ def read(run_dir: Path) -> Run | None:
             int(summary["steps_per_epoch"]),
             hosts,
             min(ranks * threads, len(bound) or hosts * cores),
-            local > cores,
+            most > cores,
         )
     return None
 
@@ -87,14 +89,20 @@ def _parts(rows: Sequence[Mapping[str, Any]], warm: float) -> dict[str, list[flo
     return parts
 
 
+Curve = Sequence[tuple[float, float, float]]
+
+
 @dataclass(frozen=True)
 class Training:
-    """A training to a target: (samples, seconds, value) of each evaluation, and of them the first that reached it.
+    """A training to a target.
 
-    Seconds are those of steps that count, without start, evaluation and saving.
+    ``curve``: (samples, seconds, value) of each evaluation. ``losses``: the same with the validation loss.
+    ``reached``: samples and seconds of the first evaluation that reached the target. Seconds are those of steps that
+    count, without start, evaluation and saving.
     """
 
-    curve: Sequence[tuple[float, float, float]]
+    curve: Curve
+    losses: Curve
     reached: tuple[float, float] | None
     ended: bool
 
@@ -104,17 +112,17 @@ def read_training(run_dir: Path, target: Target, batch: int) -> Training | None:
     with suppress(CheckpointError, OSError, KeyError, TypeError, ValueError):
         rows, _ = metrics_file.read(run_dir)
         times = [row for row in step_times.read(run_dir) if safe_reading.number(row.get("counted"))]
-        steps, counted = _increasing([(row["step"], row["counted"]) for row in times])
-        seen = _samples(rows)
-        curve = []
-        for row in rows:
-            value = row.get(target.name.removeprefix("val_"))
-            if row["event"] == "val" and safe_reading.number(value) and steps:
-                samples = float(np.interp(row["step"], *seen)) if seen else float(row["step"] * batch)
-                curve.append((samples, float(np.interp(row["step"], steps, counted)), float(value)))
-        reached = next(((samples, seconds) for samples, seconds, x in curve if target.reached(x)), None)
-        if curve:
-            return Training(curve, reached, (run_dir / layout.SUMMARY).exists())
+        seconds, seen = _increasing([(row["step"], row["counted"]) for row in times]), _samples(rows)
+        curves: list[list[tuple[float, float, float]]] = [[], []]
+        for row in rows if times else ():
+            samples = float(np.interp(row["step"], *seen)) if seen else float(row["step"] * batch)
+            for curve, name in zip(curves, (target.name.removeprefix("val_"), "loss"), strict=True):
+                if row["event"] == "val" and safe_reading.number(value := row.get(name)):
+                    curve.append((samples, float(np.interp(row["step"], *seconds)), float(value)))
+        values, losses = curves
+        reached = next(((samples, taken) for samples, taken, x in values if target.reached(x)), None)
+        if values:
+            return Training(values, losses, reached, (run_dir / layout.SUMMARY).exists())
     return None
 
 

@@ -76,6 +76,9 @@ class Study:
 
     def check(self) -> None:
         """Raise ConfigError if a number of ranks does not suit the configuration."""
+        if self.config.batch_size is not None and not isinstance(self.config.batch_size, int):
+            what = f"batch_size is {self.config.batch_size}, and a study compares sizes that are known"
+            raise ConfigError(what, fix="--set batch_size=32, for example")
         stages, accumulate = self.config.parallel.pipeline, self.config.accumulate_grad_batches
         wrong = [n for n in self.ranks if n % stages]
         if wrong:
@@ -165,13 +168,20 @@ class Study:
         if not path.exists():
             raise ConfigError("there is no study to continue", where=str(path), fix="leave out --resume")
         before = load(self.folder)
+        fix = "give the same configuration and options, or another --run-dir"
         same = before.kind == self.kind and _digest(before.config) == _digest(self.config)
-        if not same or self.steps not in (None, before.steps) or before.target not in (None, self.target):
-            fix = "give the same configuration and options, or another --run-dir"
+        steps, target = self.steps or before.steps, self.target or before.target
+        if not same or before.steps not in (None, steps) or before.target not in (None, target):
             raise ConfigError("the folder holds another study", where=str(path), fix=fix)
         ranks = tuple(sorted({*before.ranks, *self.ranks}))
-        whole = replace(self, ranks=ranks, steps=before.steps, seeds=max(before.seeds, self.seeds))
+        whole = replace(self, ranks=ranks, steps=steps, target=target, seeds=max(before.seeds, self.seeds))
         whole.check()
+        # A weak study takes the batch of a rank from the fewest ranks, if the configuration has none.
+        if any(whole.batch(n) != before.batch(n) for n in before.ranks):
+            what = f"a study that began with {amount(before.ranks[0], 'rank')} cannot get fewer"
+            raise ConfigError(
+                what, where="--ranks", fix="set batch_size in place of global_batch_size, in another folder"
+            )
         for failed in self.folder.glob(f"ranks-*/*/{FAILED}"):
             failed.unlink(missing_ok=True)
         whole.save()

@@ -115,6 +115,16 @@ def test_a_study_goes_on_and_may_grow(tmp_path):
     for other in (study(tmp_path / "moved", (1,), kind="weak"), study(tmp_path / "moved", (1,), "optim.lr=3")):
         with pytest.raises(ConfigError, match="holds another study"):
             other.begin(resume=True)
+    more = study(tmp_path / "moved", (1,), target=TARGET, seeds=2).begin(resume=True)
+    assert more.target == TARGET and study(tmp_path / "moved", (1,)).begin(resume=True).target == TARGET
+    with pytest.raises(ConfigError, match="holds another study"):
+        study(tmp_path / "moved", (1,), target=replace(TARGET, value=0.5)).begin(resume=True)
+    study(tmp_path / "early", steps=None).begin(False)  # which was stopped before its length was known
+    assert study(tmp_path / "early", steps=50).begin(resume=True).steps == 50
+    whole = ("batch_size=null", "global_batch_size=48")
+    study(tmp_path / "weak", (2, 4), *whole, kind="weak").begin(False)
+    with pytest.raises(ConfigError, match="a study that began with 2 ranks cannot get fewer"):
+        study(tmp_path / "weak", (1,), *whole, kind="weak").begin(resume=True)
     with pytest.raises(ConfigError, match="no study to continue"):
         study(tmp_path / "none").begin(resume=True)
     with pytest.raises(ConfigError, match="holds no study"):
@@ -231,7 +241,7 @@ def test_speedup_efficiency_and_hours(tmp_path):
             {**dict.fromkeys(one.shares, 0), "compute": 0.75, "exchange": 0.25}, abs=1e-3
         )
         assert one.uncertainty == 0
-    fits, notes = found.fits()
+    fits, notes = found.fits
     assert [one.name for one in fits] == ["Amdahl", "universal"] and not notes
     assert fits[1].law.sigma == pytest.approx(0.05, abs=2e-3) and fits[1].law.kappa == pytest.approx(0.002, rel=0.1)
 

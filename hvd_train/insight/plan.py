@@ -269,6 +269,8 @@ def text(found: Sequence[Row], wish: Wish, config: Config, calibration: Calibrat
         f"{amount(runs, 'run')} in {calibration.seconds:.0f} s; batch: of all ranks; 90 %: the interval of a step in "
         "another run; efficiency: speed-up / ranks; hours: of steps alone, for the same samples"
     )
+    if (fewest := min(row.at.ranks for row in found if row.source != "rehearsed")) > 1:
+        lines.append(f"speed-up: {fewest} ranks count as {fewest} times as fast as one, which is not in the table")
     return "\n".join(lines)
 
 

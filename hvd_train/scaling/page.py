@@ -94,7 +94,7 @@ def summary(measured: Measured) -> str:
     hours = results.number(measured.hours(most))
     return (
         f"{amount(most.ranks, 'rank')} are the most whose parallel efficiency is at least {results.percent(GOOD)}: "
-        f"{most.rate:,.0f} samples/s, {measured.speedup(most):.2f} times as fast as {amount(first.ranks, 'rank')}. "
+        f"{most.rate:,.0f} samples/s, {most.rate / first.rate:.2f} times as fast as {amount(first.ranks, 'rank')}. "
         f"The configured training then takes {hours} hours of steps, and "
         f"{results.number(measured.hours(most) * most.runs[0].hosts)} node-hours. "
         f"The fastest measured is {amount(fastest.ranks, 'rank')}, with {fastest.rate:,.0f} samples/s."

@@ -11,7 +11,7 @@ from statistics import median
 
 import numpy as np
 
-from hvd_train.errors import amount
+from hvd_train.errors import amount, printable
 from hvd_train.insight.factors import Factors
 from hvd_train.insight.scaling_laws import AMDAHL, UNIVERSAL, Fit, fit, too_few
 from hvd_train.scaling.runs import Run, Training, read, read_training
@@ -131,7 +131,14 @@ class Measured:
 
     def notes(self) -> list[str]:
         """Return sentences about points that are incomplete, or mean something else than they seem to."""
-        notes = [f"{amount(one.ranks, 'rank')}: {one.problem}" for one in self.points if one.problem]
+        # The reason of a failure comes from a log.
+        notes = [
+            f"{amount(one.ranks, 'rank')}: {printable(one.problem, one_line=True)}"
+            for one in self.points
+            if one.problem
+        ]
+        if self.known and (fewest := self.known[0].ranks) > 1:
+            notes.append(f"speed-up: {fewest} ranks count as {fewest} times as fast as one, which was not measured")
         missing = [one.ranks for one in self.points if not one.runs and not one.problem]
         if missing:
             notes.append(f"not measured yet: {' and '.join(map(str, missing))} ranks; --resume goes on")

@@ -240,6 +240,13 @@ def test_simpler_predictions_stand_beside_it():
     assert beside["Amdahl law"] == pytest.approx(1600 / (1 + 3 * sigma))
 
 
+def test_without_one_rank_the_fewest_are_compared_with():
+    one, two = calibrated(), calibrated(**{"2x1": figures(2, 0.1, exchange=0.01)})
+    words = "speed-up: 2 ranks count as 2 times as fast as one, which is not in the table"
+    assert words in plan.text(plan.rows(CONFIG, two), Wish(), CONFIG, two)
+    assert "count as" not in plan.text(plan.rows(CONFIG, one), Wish(), CONFIG, one)
+
+
 def test_csv_and_json():
     calibration = calibrated()
     calibration.problems[4, 1] = "killed", 5

@@ -254,6 +254,19 @@ def test_hours_of_a_number_of_steps_are_of_the_same_samples(tmp_path):
     assert hours == pytest.approx([0.01, 0.005])
 
 
+def test_without_one_rank_the_fewest_are_compared_with(tmp_path):
+    s = study(tmp_path, (1, 2, 4)).begin(resume=False)
+    for n in (2, 4):
+        write_run(s.short_run(n, 0), 30.0 / n)
+    fail(s.short_run(1, 0), "\x1b[31mkilled\nby me", 5)
+    found = measured(s)
+    assert [found.speedup(one) for one in found.known] == pytest.approx([2, 4])
+    assert "2.00 times as fast as 2 ranks" in page.summary(found)
+    told = results.text(found)
+    assert "speed-up: 2 ranks count as 2 times as fast as one, which was not measured" in told
+    assert "1 rank: failed: ?[31mkilled?by me\n" in told
+
+
 def test_the_interval_is_that_of_student(tmp_path):
     s = study(tmp_path, (1,))
     for k, ms in enumerate((9.0, 10.0, 11.0)):

@@ -248,7 +248,8 @@ def _exchange(case: Case) -> Iterator[Finding]:
     least = np.minimum(exchange, (r.sync or 0.0) * r.steps)
     taken = float(case.per_step(exchange))
     size = r.gradient_bytes
-    bytes_words = f" for {size / 1e6:,.1f} MB of gradients" if size else ""
+    of_size = f"{size / 1e6:,.1f} MB" if size and size >= 1e5 else f"{(size or 0) / 1e3:,.1f} kB"
+    bytes_words = f" for {of_size} of gradients" if size else ""
     on_one_host = len(set(r.hosts)) <= 1
     where = "one host" if on_one_host else f"{len(set(r.hosts))} hosts"
     evidence = f"a step of {1000 * case.step:,.1f} ms waits {taken:,.1f} ms for transfers between ranks on {where}"

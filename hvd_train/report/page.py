@@ -102,7 +102,8 @@ def _times(runs: Runs) -> Iterator[str]:
         max((row["memory_bytes"] for row in run.rows if safe_reading.number(row.get("memory_bytes"))), default=0)
         for run in told
     ]
-    rows += [["memory of a rank, MB", *(f"{x / 1e6:,.0f}" for x in memory)]] if any(memory) else []
+    words = [f"{x / 1e6:,.0f}" if x > 0 else "-" for x in memory]
+    rows += [["memory of a rank, MB", *words]] if any(memory) else []
     yield table("Shares are means over ranks.", ["", *(run.name for run in told)], rows)
 
 

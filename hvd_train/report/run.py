@@ -44,7 +44,7 @@ class ReportedRun:
         total: dict[str, float] = {}
         for row in (row for row in self.rows if row["event"] == "time"):
             for name, x in row.items():
-                if name not in metrics_file.NO_PARTS and safe_reading.number(x):
+                if name not in metrics_file.NO_PARTS and safe_reading.number(x) and x >= 0:
                     total[name] = total.get(name, 0.0) + x
         return total if sum(total.values()) > 0 else {}
 

@@ -171,6 +171,12 @@ def test_a_cure_for_the_loader_names_enough_workers(tmp_path):
     assert first.cure.startswith("data.workers: 16,")
 
 
+def test_few_bytes_are_not_0_megabytes(tmp_path):
+    values = parts(2)
+    slow_link(values)
+    assert " for 9.6 kB of gradients" in findings(case(tmp_path, values, gradient_bytes=9600))[0].evidence
+
+
 def test_short_steps(tmp_path):
     values = parts(2, compute=0.0005, exchange=0.0008)
     found = {one.cause: one for one in findings(case(tmp_path, values, "batch_size: 4"))}

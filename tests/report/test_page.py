@@ -127,6 +127,15 @@ def test_a_page_of_several_runs(tmp_path):
     assert all(f"{name}, {event}" in said for name in ("one", "two") for event in ("train", "val"))
 
 
+def test_times_that_are_none(tmp_path):
+    """Shares are from 0 to 1, and the memory of a run that does not tell it is not 0."""
+    time = {"event": "time", "epoch": 6, "step": 60, "seconds": 2.0, "steps": 10, "input": 0.5, "compute": 1.5}
+    one = write(tmp_path / "one", [*rows(), time | {"memory_bytes": 3e8}])
+    two = write(tmp_path / "two", [*rows(), time | {"rest": -1.0}])
+    lines = [row for table in made(tmp_path, one, two)[0].tables for row in table]
+    assert ["input", "25.0%", "25.0%"] in lines and ["memory of a rank, MB", "300", "-"] in lines
+
+
 def test_what_users_write_is_escaped(tmp_path):
     """Names of folders, metrics, keys, hosts and models stay text, in the page and in its pictures."""
     lines = [row | {NASTY: 0.5} for row in rows()]

@@ -31,7 +31,7 @@ ALWAYS = 2  # worlds, however few seconds there are
 BLOCKS = 6  # of consecutive calls, whose means show how a host's speed varies
 MISTAKES = (2, 3)  # exit codes of a configuration, or of data, that cannot be used
 FOREVER = 10**9  # steps
-LEAST_WORLD = 40.0  # seconds that a world gets, however few are left: a busy host takes long to start ranks
+LEAST_WORLD = 120.0  # seconds that a world gets, however few are left: ranks may take long to start
 
 Placement = tuple[int, int]  # (ranks, threads of each) on one host
 # (options of the ranks' command, words) -> (command that starts them, its environment).

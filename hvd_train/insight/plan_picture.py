@@ -80,7 +80,9 @@ def _costs(axis: Any, found: Sequence[Row]) -> None:
         words = f"{at.ranks} rank" + "s" * (at.ranks > 1)
         words = f"{at.hosts} hosts, {words}" if at.hosts > 1 else words
         words += f" x {at.threads} threads" if at.threads > 1 else ""
-        side = {"xytext": (-6, 5), "ha": "right"} if x > 0.6 * last else {"xytext": (6, 5), "ha": "left"}
+        # What was measured is labelled below, so that the labels of two points with equal costs do not overlap.
+        height = -13 if row.source == "measured" else 5
+        side = {"xytext": (-6, height), "ha": "right"} if x > 0.6 * last else {"xytext": (6, height), "ha": "left"}
         axis.annotate(words, (x, y), textcoords="offset points", fontsize=8, **side)
     axis.set(xlabel="hours of the training", ylabel="node-hours", xscale="log", yscale="log")
     axis.margins(0.15)

@@ -9,9 +9,10 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from hvd_train import files
 from hvd_train.core.shares import SHOWN
 from hvd_train.core.time_account import CELLS, IN_CELL
-from hvd_train.errors import ConfigError
+from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.run_folder import safe_reading, step_times
 
 FIX = "train with this version of hvd_train; steps.jsonl is written about every second"
@@ -70,10 +71,18 @@ class RecordedSteps:
 def read(run_dir: Path, after_step: int = 0) -> RecordedSteps:
     """Read a run folder. ``after_step``: leave out the steps up to it, as a warm-up.
 
-    Raises ConfigError if no steps are recorded.
+    Raises ConfigError if no steps are recorded, and CheckpointError if they cannot be read.
     """
     if not run_dir.is_dir():
         raise ConfigError("there is no such run folder", where=str(run_dir))
+    try:
+        files.opened(run_dir / step_times.NAME, step_times.MAX_BYTES).close()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise CheckpointError(
+            f"the recorded steps cannot be read: {error.strerror}", where=str(run_dir / step_times.NAME)
+        ) from error
     starts: list[list[dict[str, Any]]] = [[]]
     for row in step_times.read(run_dir):
         if row["event"] == "start":

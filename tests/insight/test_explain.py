@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_train.errors import ConfigError
+from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.insight import recorded_steps, trace
 from hvd_train.insight.explain import case_of, explained
 from hvd_train.insight.factors import factors
@@ -255,6 +255,17 @@ def test_damaged_and_foreign_files(tmp_path):
     read = recorded_steps.read(folder)
     assert np.array_equal(read.seconds, whole.seconds)
     assert list(explained(case_of(folder)))
+
+
+def test_steps_that_cannot_be_read(tmp_path):
+    with (tmp_path / "steps.jsonl").open("wb") as file:
+        file.truncate(1 << 31)
+    with pytest.raises(CheckpointError, match="cannot be read: it has 2,147,483,648 bytes; .* are the most"):
+        recorded_steps.read(tmp_path)
+    (tmp_path / "steps.jsonl").unlink()
+    (tmp_path / "steps.jsonl").mkdir()
+    with pytest.raises(CheckpointError, match="it is no plain file"):
+        recorded_steps.read(tmp_path)
 
 
 def changed(folder, **changes):

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from hvd_train.checkpoint.serialize import PIECE_BYTES
-from hvd_train.errors import CommunicationError
+from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.protocol import Communicator, Ops, Tree
 
 DIGEST = 16  # bytes of an array's hash; a collision has a chance of 1 in 10^38
@@ -72,6 +72,7 @@ def ordered_sum(local: np.ndarray, communicator: Communicator, name: str = "sums
 # By the dtype's kind. Only uint64 stays unsigned.
 WIDE = {"b": np.int64, "i": np.int64, "u": np.int64, "f": np.float64, "c": np.complex128}
 NUMBERS = ("int64", "float64")
+FLOATS = "give floats, which are rounded"
 
 
 def sums(arrays: Sequence[np.ndarray], communicator: Communicator, name: str) -> list[np.ndarray]:
@@ -80,7 +81,8 @@ def sums(arrays: Sequence[np.ndarray], communicator: Communicator, name: str) ->
     Sums are int64 (also of booleans), float64 or complex128, with the same bits on every rank. All arrays are sent
     together.
 
-    Raises CommunicationError on all ranks if shapes or dtypes differ.
+    Raises on all ranks CommunicationError if shapes or dtypes differ, ConfigError if a sum of integers needs more than
+    64 bits.
     """
     types = [x.dtype if x.dtype == np.uint64 else WIDE[x.dtype.kind] for x in arrays]
     wide = [np.ascontiguousarray(x, kind).reshape(x.shape) for x, kind in zip(arrays, types, strict=True)]
@@ -106,7 +108,15 @@ def sums(arrays: Sequence[np.ndarray], communicator: Communicator, name: str) ->
         parts = [np.frombuffer(part, head[k][0], x.size, end + at) for part, end, head in sources]
         if len({part.dtype for part in parts}) > 1:
             parts = [part.astype(np.float64) for part in parts]
-        totals.append(functools.reduce(np.add, parts[1:], parts[0].copy()).reshape(x.shape))
+        total = functools.reduce(np.add, parts[1:], parts[0].copy())
+        if total.dtype.kind in "iu":
+            # A sum that does not fit is wrong by 2^64, much more than the rounding of a sum of floats.
+            rounded = functools.reduce(np.add, [part.astype(np.float64) for part in parts])
+            if (np.abs(total.astype(np.float64) - rounded) > 2.0**62).any():
+                largest = rounded[np.abs(rounded).argmax()]
+                what = f"a sum of integers over the ranks does not fit into 64 bits: {largest:.4g}"
+                raise ConfigError(what, where=name, fix=FLOATS, common=True)
+        totals.append(total.reshape(x.shape))
         at += x.nbytes
     return totals
 

@@ -27,6 +27,7 @@ from hvd_train.core.stage_state import of_other_stages
 from hvd_train.core.training import Training
 from hvd_train.errors import CheckpointError, NonFiniteError
 from hvd_train.protocol import Entry, Placement, Tree
+from hvd_train.update.outer import MOMENTUM
 from hvd_train.update.state import is_residual, join_shards, read, training_state, weight_names
 
 STATISTICS = "statistics/"
@@ -232,6 +233,9 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
     tree = collectively(communicator, fitting)
     if snapshot and len(tree) < len(snapshot.tree):
         notes.append("gradients in flight are dropped: exchange.mode or exchange.delay changed")
+    momentum = [entry.name for entry in training.update.state() if entry.name.startswith(MOMENTUM)]
+    if snapshot and momentum and not any(name in snapshot.tree for name in momentum):
+        notes.append("the outer momentum begins with zeros: the checkpoint has none")
     for piece in broadcast(source, tree):
         training.frontend.load(piece)
         training.update.load(piece, Placement.REPLICATED)

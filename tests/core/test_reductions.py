@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hvd_train.core.reductions import differing, mean, sums
-from hvd_train.errors import CommunicationError
+from hvd_train.errors import CommunicationError, ConfigError
 from tests.numpy_frontend import NumpyFrontEnd, NumpyOps
 from tests.rank_threads import run_ranks
 
@@ -155,3 +155,21 @@ def test_sums_of_other_shapes_are_told_on_all_ranks():
 
     told = "the ranks diverged: ht.sum got int64 (3, 2) on rank 0, int64 (2, 3) on rank 1; call the same on all ranks"
     assert run_ranks(2, work) == [told] * 2
+
+
+@pytest.mark.parametrize("kind, most", [(np.int64, 2**63 - 1), (np.uint64, 2**64 - 1)])
+def test_a_sum_of_integers_is_exact_or_told_on_all_ranks(kind, most):
+    """It would wrap around from one more than the largest integer on."""
+
+    def work(communicator):
+        half = most // 2 + communicator.rank
+        (total,) = sums([np.array([1, half], kind)], communicator, "ht.sum")
+        with pytest.raises(ConfigError) as caught:
+            sums([np.array([1, half + 1 - communicator.rank], kind)], communicator, "ht.sum")
+        return total.tolist(), str(caught.value)
+
+    told = f"a sum of integers over the ranks does not fit into 64 bits: {most + 1:.4g}; ht.sum; "
+    assert run_ranks(2, work) == [([2, most], told + "give floats, which are rounded")] * 2
+    if kind == np.int64:
+        lowest = run_ranks(2, lambda world: sums([np.array([-(2**62)])], world, "ht.sum")[0].tolist())
+        assert lowest == [[-(2**63)]] * 2

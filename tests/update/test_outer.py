@@ -199,6 +199,29 @@ def test_what_is_left_behind_on_another_number_of_ranks_is_named(tmp_path, steps
     assert run_ranks(3, notes) == [[]] * 3
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ({}, {"mode": "outer"}, True),
+        ({"mode": "outer", "outer_momentum": 0.0}, {"mode": "outer"}, True),
+        ({"mode": "outer"}, {"mode": "outer"}, False),
+        ({}, {"mode": "outer", "outer_momentum": 0.0}, False),
+        ({"mode": "outer"}, {}, False),
+    ],
+)
+def test_an_outer_momentum_that_begins_with_zeros_is_named(tmp_path, before, after, told):
+    c = config(exchange=before, max_steps=4, max_epochs=None)
+    final(2, c, tmp_path)
+    c = config(exchange=after, max_steps=8, max_epochs=None)
+
+    def notes(communicator):
+        found = store.newest(tmp_path / "checkpoints", pytest.fail) if communicator.rank == 0 else None
+        return trainer(communicator, c, tmp_path).restore(found)
+
+    line = "the outer momentum begins with zeros: the checkpoint has none"
+    assert (line in run_ranks(2, notes)[0]) == told
+
+
 def read_all(one):
     return one.frontend.state() | read(one.update.state(), Placement.REPLICATED)
 

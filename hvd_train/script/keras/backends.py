@@ -49,6 +49,13 @@ class OnTensorFlow:
     def eager(self) -> bool:
         return self.tf.executing_eagerly()
 
+    def refuse(self, wrong: Any, what: str, where: str, fix: str) -> None:
+        """Raise an error if ``wrong``, a boolean tensor, is true; in a graph when it runs."""
+        if not self.eager():
+            self.tf.debugging.Assert(self.tf.logical_not(wrong), [f"{what}; {where}; {fix}"])
+        elif bool(wrong):
+            raise ConfigError(what, where=where, fix=fix)
+
     def graph(self) -> Any:
         """Return the graph being traced; None if operations run eagerly."""
         return None if self.eager() else self.tf.compat.v1.get_default_graph()
@@ -121,6 +128,10 @@ class OnTorch:
 
     def eager(self) -> bool:
         return True
+
+    def refuse(self, wrong: Any, what: str, where: str, fix: str) -> None:
+        if bool(wrong):
+            raise ConfigError(what, where=where, fix=fix)
 
     def graph(self) -> Any:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from hvd_train.core.agreement import agree, collectively
+from hvd_train.core.reductions import FLOATS
 from hvd_train.errors import ConfigError
 from hvd_train.launch.environment import world as launched
 from hvd_train.script.keras.backends import opened
@@ -25,6 +26,8 @@ from hvd_train.script.shared.record import recording
 
 WHERE = "hk.shard"
 WIRE = ("float16", "float32", "float64", "int64")  # dtypes that are sent unchanged
+INT64 = 2**63 - 1  # the largest integer that is sent
+TOO_LARGE = "may make a sum over the ranks that does not fit into its type"
 CURE = 'hk.reduce(total, op="sum") gives all ranks the sum'
 # Calls of reduce in each graph, which number their transfers: one rank may trace a step again for another batch length.
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -173,11 +176,27 @@ class _Pass:
             _unshared().passed()
 
 
+def _as_tensor(x: Any, op: str, size: int) -> Any:
+    """Convert a value of ``reduce`` to a tensor, of 64 bits for Python's numbers."""
+    if isinstance(x, float) or (isinstance(x, int) and op == "mean"):
+        return keras.ops.convert_to_tensor(float(x), "float64")
+    if isinstance(x, int) and abs(x) > INT64 // size:
+        raise ConfigError(f"{x} {TOO_LARGE}", where="hk.reduce", fix=FLOATS)
+    return keras.ops.convert_to_tensor(x, "int64" if isinstance(x, int) else None)
+
+
+def _check_range(x: Any, least: int, most: int, backend: Any) -> None:
+    """Raise an error if an entry of ``x``, an int64 tensor, is less than ``least`` or larger than ``most``."""
+    outside = (x < least) | (x > most)
+    backend.refuse(keras.ops.any(outside), f"an integer outside of {least} to {most} {TOO_LARGE}", "hk.reduce", FLOATS)
+
+
 def reduce(values: Any, op: str = "mean") -> Any:
     """Return the mean over ranks of tensors, arrays or numbers, in lists or dicts, or their sum with op="sum".
 
-    Works eagerly and in a ``tf.function``; call it on all ranks. The mean of integers has 64 bits. Their sum is an
-    exact integer: 64 bits for Python's numbers, the same dtype for arrays and tensors.
+    Works eagerly and in a ``tf.function``; call it on all ranks. Python's numbers and the mean of integers have 64
+    bits. The sum of integers is exact: int32 for int32, else int64. Raises ConfigError if it may need more bits, in a
+    ``tf.function`` InvalidArgumentError.
     """
     world, backend = opened()
     graph = backend.graph()
@@ -190,8 +209,7 @@ def reduce(values: Any, op: str = "mean") -> Any:
     if graph is not None:
         _calls[graph] = _calls.get(graph, 0) + 1
         name += f"{_calls[graph]}"
-    # Python's integers have no 32-bit type.
-    flat = [keras.ops.convert_to_tensor(x, "int64" if type(x) is int else None) for x in keras.tree.flatten(values)]
+    flat = [_as_tensor(x, op, world.size) for x in keras.tree.flatten(values)]
     for x in flat:  # check all before any is sent
         check_real(keras.backend.standardize_dtype(x.dtype), "a value", "hk.reduce")
     sent, kinds = [], []
@@ -201,10 +219,16 @@ def reduce(values: Any, op: str = "mean") -> Any:
         # another's.
         wire = kind if kind in WIRE else "float32" if "float" in kind else "int64"
         wire = "float64" if op == "mean" and "int" in wire else wire
+        if wire == "int64" and "64" in kind:
+            most = INT64 // world.size
+            _check_range(keras.ops.cast(x, wire), 0 if kind == "uint64" else -most, most, backend)
         kinds.append(kind)
         sent.append(world.allreduce_async(keras.ops.copy(keras.ops.cast(x, wire)), f"{name}.{k}"))
     sums = [world.synchronize(handle) for handle in sent]
     if op == "mean":
         return keras.tree.pack_sequence_as(values, [x / world.size for x in sums])
-    sums = [keras.ops.cast(x, kind) if kind == "int32" else x for x, kind in zip(sums, kinds, strict=True)]
+    for k, kind in enumerate(kinds):
+        if kind == "int32" and op == "sum":
+            _check_range(sums[k], -(2**31), 2**31 - 1, backend)
+            sums[k] = keras.ops.cast(sums[k], kind)
     return keras.tree.pack_sequence_as(values, sums)

@@ -266,12 +266,16 @@ def global_weights(model: torch.nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def no_sync(model: torch.nn.Module) -> Iterator[None]:
-    """Accumulate gradients locally within this context; the next ``backward()`` after it reduces their sum."""
+    """Accumulate gradients locally within this context; the next ``backward()`` after it reduces their sum.
+
+    Each batch of ``ht.shard`` is weighted by its own numbers of samples.
+    """
     reducers = [reducer for other, reducer in registry.distributed if other is unwrapped(model)]
     if not reducers:
         raise ConfigError("this model is not distributed", where="ht.no_sync", fix="call ht.distribute(model) first")
     before = {reducer: reducer.reducing for reducer in reducers if reducer}
     for reducer in before:
+        reducer.weigh_parts()
         reducer.reducing = False
     try:
         yield

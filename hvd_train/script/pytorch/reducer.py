@@ -78,6 +78,10 @@ class Reducer:
         self._communicator, self._buffers, self._slow = communicator, buffers, slow
         self.average, self._lossy, self._overlap = average, lossy, overlap
         self._mean, self._weight = 1.0 / communicator.size, 1.0
+        self._part_weight = 0.0  # of the gradients accumulated in no_sync; 0 without any
+        self._weighs_parts = False
+        self._in_parts = False  # whether gradients were accumulated in no_sync since the last exchange
+        self._statistics_weight = 1.0
         self._nonfinite = False  # in this pass; a compressor would hide it
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._running_stats = RunningStatistics(running_stats)
@@ -135,6 +139,9 @@ class Reducer:
         if not self.average:
             self._summed.arrived(i)
         if not self.reducing:
+            self._in_parts = True
+            if self.average:
+                passes.accumulated()
             return
         self.reached()
         gradient: Any = self._tensors[i].grad
@@ -145,6 +152,27 @@ class Reducer:
         if self._overlap and (b := self._overlapped.arrived(i)) is not None:
             for k in self._exchange.buckets[b]:  # later gradients must not change the bucket in flight
                 self._tensors[k].grad = None
+
+    def weigh_parts(self) -> None:
+        """Weigh from now on batches that are accumulated in no_sync each by its own numbers of samples."""
+        # Registered only with the first no_sync, because it costs each parameter a call in each backward pass.
+        if self.average and not self._weighs_parts:
+            self._weighs_parts = True
+            for p in self._parameters:
+                p.register_hook(torch.utils.hooks.unserializable_hook(eager(lambda _: self._next_part())))
+
+    @torch.no_grad()
+    def _next_part(self) -> None:
+        """Before a gradient is added: scale those of earlier batches for the weight of the current one.
+
+        An exchange multiplies the whole sum by the weight of its last batch.
+        """
+        weight = passes.weight()
+        if self.unreduced and self._part_weight not in (0.0, weight):
+            for p in self._parameters:
+                if p.grad is not None:
+                    p.grad.mul_(self._part_weight / weight)
+        self._part_weight = weight
 
     def reached(self) -> None:
         """Begin a pass for all reducers of the model.
@@ -159,11 +187,17 @@ class Reducer:
     def begin(self) -> None:
         """Begin a pass of this reducer."""
         self.begun, self._nonfinite = True, False
-        self._weight = passes.averaged() if self.average else 1.0
+        self._take_weights()
         self._overlapped.begin()
         backward.register(self)
         if self.frozen:
             self.frozen.arrived()
+
+    def _take_weights(self) -> None:
+        """Set the weights of this rank's gradients and of its changes of running statistics."""
+        self._weight = passes.averaged() if self.average else 1.0
+        # Changes by several batches have no common weight.
+        self._statistics_weight = 1.0 if self._in_parts else passes.weight()
 
     def _name(self, i: int) -> str:
         return self._names[i - self._first]
@@ -210,7 +244,7 @@ class Reducer:
     def _write_extra(self, i: int) -> None:
         view = self._memory.views[i]
         if i:
-            self._running_stats.write_change(i - 1, view, self._mean)
+            self._running_stats.write_change(i - 1, view, self._mean * self._statistics_weight)
         else:
             torch.mul(self._flags.tensor, self._mean, out=view)
 
@@ -233,7 +267,9 @@ class Reducer:
     def adopt(self) -> None:
         """End a pass that began before this reducer existed, or that only other ranks make."""
         self._overlapped.begin()
-        self._weight = passes.averaged() if self.average else 1.0
+        if self._weighs_parts:
+            self._next_part()
+        self._take_weights()
         self._end()
 
     @torch.no_grad()
@@ -294,7 +330,7 @@ class Reducer:
             self._use.note([self._first + k for k in nowhere])
         if self._buffers:
             self._buffers.share(changed)
-        self.unreduced = self.failed = False
+        self.unreduced = self.failed = self._in_parts = False
         self._left = {i: views[i]._version for i, _ in self._numbered} if passes.uneven() else {}
         if self._same_work.left:
             self._same_work.pass_ended()

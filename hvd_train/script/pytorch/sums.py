@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_train.core.reductions import WIDE, sums
+from hvd_train.core.reductions import FLOATS, WIDE, sums
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.pytorch.eager import eager
 from hvd_train.script.pytorch import backward, registry, uneven_parts
@@ -42,8 +42,11 @@ def as_array(value: Any) -> np.ndarray:
             return value
         # NumPy does not convert an array with an axis to a number, even with one entry.
         number = value.item() if isinstance(value, np.ndarray) else value
-        whole = is_whole(value) and abs(int(number)) < 2**63
-        return np.array(int(number) if whole else float(number))
+        if not is_whole(value):
+            return np.array(float(number))
+        if abs(int(number)) >= 2**63:
+            raise ConfigError(f"the integer {int(number)} does not fit into 64 bits", where="ht.sum", fix=FLOATS)
+        return np.array(int(number), np.int64)
     except (TypeError, ValueError) as error:
         fix = "give numbers, tensors or arrays of numbers"
         raise ConfigError(f"it cannot add up a {type(value).__name__}", where="ht.sum", fix=fix) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from hvd_train.frontends.serial import Serial
 from hvd_train.script.pytorch.bit_sum import bits
 from hvd_train.script.pytorch.reducer import Reducer
 from hvd_train.script.pytorch.residuals import Residuals
+from hvd_train.script.pytorch.sums import as_array
 from tests.script.loaders import SEVEN_TO_SIX, uneven
 from tests.script.pytorch.cases.gradients import Faulty
 
@@ -125,17 +127,46 @@ def test_gradients_of_this_rank_alone_are_marked():
     assert not reducer.unreduced and (model.bias.grad == 2).all()
 
 
-def test_a_reducer_weights_gradients_alone():
-    """A gradient of the last batch counts by its samples, a running statistic as it is."""
+def test_a_rank_counts_by_its_samples():
+    """Its gradient of the last batch, and its change of a running statistic."""
     model, norm = nn.Linear(1, 1, bias=False).double(), nn.BatchNorm1d(1).double()
-    Reducer(dict(model.named_parameters()), [(norm, "running_var")], Twins(), Uncompressed())
-    gradients = []
+    Reducer(dict(model.named_parameters()), [(norm, "running_mean")], Twins(), Uncompressed())
+    gradients, changes = [], []
     for x in uneven():
         model.zero_grad()
+        before = norm.running_mean.item()
+        norm.running_mean += 1.0
         model(torch.ones(len(x), 1, dtype=torch.float64)).mean().backward()
         gradients.append(model.weight.grad.item())
-        assert norm.running_var == 1
-    assert gradients == pytest.approx([1.0, 1.0, SEVEN_TO_SIX])
+        changes.append(norm.running_mean.item() - before)
+    assert gradients == pytest.approx([1.0, 1.0, SEVEN_TO_SIX]) and changes == pytest.approx(gradients)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_each_accumulated_batch_counts_by_its_samples(first):
+    """With the uneven batch first, second, and last of three in no_sync."""
+    model = nn.Linear(1, 1, bias=False).double()
+    reducer = Reducer(dict(model.named_parameters()), [], Twins(), Uncompressed())
+    weights, loader, found = [1.0, 1.0, SEVEN_TO_SIX] * 3, uneven(), []
+    iterator = (x for _ in range(3) for x in loader)
+    reducer.weigh_parts()
+    for number, x in enumerate(iterator):
+        reducer.reducing = number % 3 == first
+        model(torch.full((len(x), 1), 10.0**number, dtype=torch.float64)).mean().backward()
+        if reducer.reducing:
+            found.append(model.weight.grad.item())
+            model.zero_grad()
+    ends = [k for k in range(9) if k % 3 == first]
+    parts = [range(0 if k < 3 else k - 2, k + 1) for k in ends]
+    assert found == pytest.approx([sum(weights[k] * 10.0**k for k in part) for part in parts], rel=1e-12)
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**70), np.uint64(2**63)])
+def test_an_integer_beyond_64_bits_is_refused(number):
+    """It became a float without a word."""
+    with pytest.raises(ConfigError, match=r"^the integer -?\d+ does not fit into 64 bits; ht.sum; give floats"):
+        as_array(number)
+    assert as_array(2**63 - 1) == 2**63 - 1 and as_array(float(2**63)) == 2.0**63
 
 
 def test_wrapped_models():

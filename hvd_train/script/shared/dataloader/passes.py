@@ -318,6 +318,11 @@ def exchanged() -> None:
     _summed = False
     if unshared:
         unshared.stepped()
+    accumulated()
+
+
+def accumulated() -> None:
+    """Record that gradients of the batches in use are computed, so that the next batch has its own."""
     passes = list(_open)
     if any(p.new for p in passes):
         for p in passes:

@@ -78,7 +78,33 @@ def main_rank():
     whole = hk.reduce([2**53 + 1, keras.ops.convert_to_tensor(np.int32(3))], op="sum")
     assert [int(x) for x in whole] == [(2**53 + 1) * hk.size(), 3 * hk.size()]
     assert [keras.backend.standardize_dtype(x.dtype) for x in whole] == ["int64", "int32"]
+    exact_numbers()
     return {"own/printed": printed.getvalue(), "own/shown": "10/10" in shown.getvalue(), "own/told": counts}
+
+
+def exact_numbers():
+    """Python's numbers keep 64 bits; integers that the sum over ranks would wrap around are refused."""
+    numbers = [0.1, np.float64(0.1), 2**53 + 1, 2**70]
+    assert [float(x) for x in hk.reduce(numbers)] == [float(x) for x in numbers]
+    assert [float(x) for x in hk.reduce(numbers[:2], op="sum")] == [0.1 * hk.size()] * 2
+    # The largest that the sum of all ranks holds, and one more.
+    most, least = (2**63 - 1) // hk.size(), -((2**63 - 1) // hk.size())
+    assert [int(x) for x in hk.reduce([most, np.array(least)], op="sum")] == [hk.size() * most, hk.size() * least]
+    wrong = [most + 1, np.array(most + 1), np.array([0, least - 1])]
+    wrong += [np.array(2**30, np.int32)] * (hk.size() > 1)
+    calls = [hk.reduce]
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        calls.append(tf.function(hk.reduce))
+    for call in calls:
+        for x in wrong:
+            told = ""
+            try:
+                call(x, op="sum")
+            except Exception as error:
+                told = str(error)
+            assert "may make a sum over the ranks that does not fit into its type" in told, (x, told)
 
 
 def slow():

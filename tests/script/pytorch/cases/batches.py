@@ -161,3 +161,23 @@ def in_parts(make=None, *, once=False, clip=0.0, models=1, **options):
         return nn.ModuleList(nets)
 
     return case
+
+
+def accumulated(make=None, **options):
+    """Three batches a step, also across the end of a pass: the uneven one is first, second, then last of them."""
+
+    def case():
+        net, number = mlp(hidden=WIDE), 0
+        _, optimizer = ht.distribute(net, sgd(net), **options)
+        batches = ht.shard(make(GLOBAL_BATCH // ht.size())) if make else loader(235)
+        for _ in range(4):
+            for x, y in batches:
+                number += 1
+                with ht.no_sync(net) if number % 3 else contextlib.nullcontext():
+                    (F.cross_entropy(net(x), y) / 3).backward()
+                if number % 3 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return net
+
+    return case

@@ -6,6 +6,7 @@ import torch
 
 from tests.script.pytorch.cases.batches import (
     Lengths,
+    accumulated,
     batched,
     in_parts,
     sampled_by,
@@ -82,6 +83,9 @@ SAME = {
     "checkpointed": checkpointed,
     "caught": caught(overlap=False),
     "caught overlap": caught(overlap=True),
+    "batches a step": accumulated(),
+    "batches a step overlap": accumulated(overlap=True),
+    "batches a step of a stream": accumulated(streamed(0)),
     "parts": in_parts(),
     "parts overlap": in_parts(overlap=True),
     "parts at once": in_parts(once=True, clip=0.2),

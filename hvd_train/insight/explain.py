@@ -98,5 +98,5 @@ def draw(case: Case, picture: Path) -> None:
     shares = spent / np.maximum(spent.sum(axis=1, keepdims=True), 1e-12)
     kept = [k for k in range(len(names)) if shares[:, k].max() >= 0.005]
     bars = {case.named([rank]): shares[rank, kept].tolist() for rank in range(case.recorded.ranks)}
-    figure = plots.shares_figure(bars, [WORDS.get(names[k], names[k]) for k in kept])
+    figure = plots.shares_figure(bars, [names[k] for k in kept])
     plots.write_figure(figure, picture)

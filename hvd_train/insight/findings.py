@@ -25,6 +25,7 @@ FROM_DISK = 10.0  # MB/s of all ranks, from which a disk is to blame
 MOST_WORKERS = 64
 FAULTS = 100.0  # page faults a second that read from a disk
 SHORT_STEP = 0.003  # seconds
+OWN_CORES = "end the other programs, or use cores of your own (Slurm: hvd-train submit, slurm.lines: [--exclusive])"
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def _cores(case: Case) -> Iterator[Finding]:
     if crowded or (np.median(queued) >= QUEUED and not _outliers(case, case.replay.compute)):
         evidence = crowded or "other programs use the cores of these ranks"
         evidence += f"; in {np.median(queued):.0%} of the time that a rank could run, no core was free"
-        cure = "a core for each rank: fewer ranks, or ask for more cores" if crowded else "cores of your own"
+        cure = "a core for each rank: fewer ranks, or ask for more cores" if crowded else OWN_CORES
         yield Finding("shared cores", evidence, cure, case.gain(compute=case.replay.compute * (1 - queued)))
 
 
@@ -261,7 +262,9 @@ def _exchange(case: Case) -> Iterator[Finding]:
         cure = f"exchange.compression: auto, which measures what pays; {cure}" if compression == "none" else cure
     if compression not in ("none", "auto"):
         cure = f"exchange.compression: auto, which measures whether {compression} or none is faster; {cure}"
-    yield Finding("exchange", evidence + bytes_words, cure, case.gain(exchange=least), at_most=True)
+    few = float(case.per_step(least))
+    few_words = f"; {few:,.1f} ms of it would remain with the fewest bytes" if few >= 0.05 * taken else ""
+    yield Finding("exchange", evidence + bytes_words + few_words, cure, case.gain(exchange=least), at_most=True)
 
 
 def _short_steps(case: Case) -> Iterator[Finding]:
@@ -302,6 +305,9 @@ def _uneven_work(case: Case) -> Iterator[Finding]:
     slowest, mean = case.per_step(compute.max(axis=1)), case.per_step(compute.mean(axis=1))
     evidence = f"the slowest rank of a step, another one each time, computes {slowest:,.1f} ms, the mean {mean:,.1f} ms"
     cure = "samples of similar length in a batch (data.lengths), or equal work for each sample"
+    queued = case.queued_share()
+    if queued is not None and np.median(queued) >= QUEUED:
+        cure = f"first cores of your own, since programs on shared cores delay one rank, then another; {cure}"
     yield Finding("uneven work", evidence, cure, case.gain(compute=even), at_most=True)
 
 

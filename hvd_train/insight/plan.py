@@ -255,7 +255,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def brief(hours: float) -> str:
-    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours >= 0.01 else f"{hours:.1g}"
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
 def text(found: Sequence[Row], wish: Wish, config: Config, calibration: Calibration, link: Link | None = None) -> str:

@@ -15,8 +15,10 @@ from hvd_train.core.time_account import CELLS, IN_CELL
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.run_folder import safe_reading, step_times
 
-FIX = "train with this version of hvd_train; steps.jsonl is written about every second"
 MOST_STEPS, MOST_SECONDS = 10**9, 1e9  # of a window; it is damaged beyond
+SOON = "the steps after the first one are written within about 10 seconds, or when the training ends"
+FOLDER = "give the run_dir of a training, for example runs/first"
+OLD = "steps are recorded by 'hvd-train fit' of this version; runs of earlier ones and scripts have none"
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def read(run_dir: Path, after_step: int = 0) -> RecordedSteps:
     Raises ConfigError if no steps are recorded, and CheckpointError if they cannot be read.
     """
     if not run_dir.is_dir():
-        raise ConfigError("there is no such run folder", where=str(run_dir))
+        raise ConfigError("there is no such run folder", where=str(run_dir), fix=FOLDER)
     try:
         files.opened(run_dir / step_times.NAME, step_times.MAX_BYTES).close()
     except FileNotFoundError:
@@ -83,8 +85,9 @@ def read(run_dir: Path, after_step: int = 0) -> RecordedSteps:
         raise CheckpointError(
             f"the recorded steps cannot be read: {error.strerror}", where=str(run_dir / step_times.NAME)
         ) from error
+    whole = step_times.read(run_dir)
     starts: list[list[dict[str, Any]]] = [[]]
-    for row in step_times.read(run_dir):
+    for row in whole:
         if row["event"] == "start":
             starts.append([])
         starts[-1].append(row)
@@ -93,7 +96,11 @@ def read(run_dir: Path, after_step: int = 0) -> RecordedSteps:
         found = [(row, cells) for row, cells in found if cells[1].shape[1] == found[-1][1][1].shape[1]]
         if found:
             return _recorded(found, next((row for row in rows if row["event"] == "ranks"), {}), len(starts) - 1)
-    raise ConfigError(f"no steps are recorded in {step_times.NAME}", where=str(run_dir), fix=FIX)
+    if whole:
+        raise ConfigError("no steps are recorded yet", where=str(run_dir / step_times.NAME), fix=SOON)
+    if not (run_dir / "config.yaml").exists():
+        raise ConfigError("the folder holds no run", where=str(run_dir), fix=FOLDER)
+    raise ConfigError("no steps are recorded", where=str(run_dir / step_times.NAME), fix=OLD)
 
 
 def cells_of(row: Mapping[str, Any]) -> tuple[list[int], np.ndarray] | None:

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from hvd_train import files
+from hvd_train.core.shares import WORDS
 from hvd_train.core.time_account import IN_CELL, PARTS
 from hvd_train.errors import CheckpointError
 from hvd_train.insight.recorded_steps import RecordedSteps, cells_of
 
+NAMES = [{"waited": "exchange and wait"}.get(PARTS[k], WORDS.get(PARTS[k], PARTS[k])) for k in IN_CELL]
 BETWEEN = ("evaluate", "save")  # parts that come before the steps of a window
 
 
@@ -57,8 +59,8 @@ def _events(recorded: RecordedSteps) -> Iterator[dict[str, Any]]:
                 at += max(seconds[rank], 0.0)
             for count, parts in zip(steps, cells[:, rank], strict=True):
                 about = {"step": step + 1} if count == 1 else {"steps": f"{step + 1} to {step + count}"}
-                for index, seconds in zip(IN_CELL, parts, strict=True):
-                    yield from _slice(PARTS[index], rank, at, seconds, about)
+                for name, seconds in zip(NAMES, parts, strict=True):
+                    yield from _slice(name, rank, at, seconds, about)
                     at += seconds
                 step += count
             ended[rank] = at

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.config import leaves, load_config
+from hvd_train.core.shares import WORDS
 from hvd_train.report import plots
 from hvd_train.report.html_page import escaped, heading, number, shown, table, write
 from hvd_train.report.run import ReportedRun
@@ -91,7 +92,7 @@ def _times(runs: Runs) -> Iterator[str]:
     shares = {run.name: [run.times.get(name, 0.0) / sum(run.times.values()) for name in names] for run in told}
     yield heading("Time")
     yield f"<figure>{plots.svg(partial(plots.shares_figure, shares, names), 'shares of the time of each run')}</figure>"
-    rows = [[name, *(f"{shares[run.name][k]:.1%}" for run in told)] for k, name in enumerate(names)]
+    rows = [[WORDS.get(name, name), *(f"{shares[run.name][k]:.1%}" for run in told)] for k, name in enumerate(names)]
     for name, key, form in (
         ("seconds of the allocation", "allocation", ",.0f"),
         ("of these in steps that count", "effective", ".1%"),

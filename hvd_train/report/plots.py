@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvd_train.core.shares import SHOWN, WORDS
 from hvd_train.errors import CheckpointError, amount, printable
 from hvd_train.run_folder import metrics_file
 from hvd_train.run_folder.safe_reading import number
@@ -115,14 +116,13 @@ def legend_figure(runs: Runs) -> Any:
 
 
 def shares_figure(shares: Mapping[str, Sequence[float]], parts: Sequence[str]) -> Any:
-    """Make a figure with a bar for each name, divided into ``parts``."""
+    """Make a figure with a bar for each name, divided into ``parts`` of SHOWN."""
     figure = new_figure(10, 0.8 + 0.4 * len(shares))
     axis = figure.add_subplot()
     names, left = [*map(_label, shares)], [0.0] * len(shares)
     for k, part in enumerate(parts):
         widths = [one[k] for one in shares.values()]
-        style = {"color": f"C{k % 10}", "edgecolor": INK, "linewidth": 0.5, "hatch": HATCHES[k % len(HATCHES)]}
-        axis.barh(range(len(shares)), widths, left=left, label=_label(part), alpha=0.7, **style)
+        axis.barh(range(len(shares)), widths, left=left, **share_style(part))
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.set_yticks(range(len(shares)), names)
     axis.invert_yaxis()
@@ -131,6 +131,13 @@ def shares_figure(shares: Mapping[str, Sequence[float]], parts: Sequence[str]) -
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, handlelength=3)
     return figure
+
+
+def share_style(part: str) -> dict[str, Any]:
+    """Return the look of a part of SHOWN, which is the same in all pictures, and its label."""
+    place = SHOWN.index(part) if part in SHOWN else len(SHOWN)
+    look = {"color": f"C{place % 10}", "edgecolor": INK, "linewidth": 0.5, "alpha": 0.7}
+    return look | {"hatch": HATCHES[place % len(HATCHES)], "label": _label(WORDS.get(part, part))}
 
 
 def _add_legend(figure: Any, axis: Any, place: str, columns: int = LEGEND_COLUMNS) -> None:

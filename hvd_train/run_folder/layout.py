@@ -28,13 +28,18 @@ RUN = (
 
 def check_free(run_dir: Path, resume: str | None, overwrite: bool) -> None:
     """Raise ConfigError for a folder with another run, unless the user asks to replace it."""
-    metrics = run_dir / "metrics.jsonl"
-    used = (metrics.exists() and metrics.stat().st_size > 0) or bool(store.find(run_dir / "checkpoints"))
+    used = holds_run(run_dir)
     missing = resume is not None and not Path(resume).exists()  # reported when it is read
     if used and not overwrite and not missing and not goes_on(run_dir, resume):
         other = f", and {resume} is not of it" if resume else ""
         fix = "give --resume auto to go on, --overwrite to start anew, or another --run-dir"
         raise ConfigError(f"the run folder holds a run already{other}", where=str(run_dir), fix=fix)
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Return whether a training has written something here that is worth keeping."""
+    metrics = run_dir / "metrics.jsonl"
+    return (metrics.exists() and metrics.stat().st_size > 0) or bool(store.find(run_dir / "checkpoints"))
 
 
 def goes_on(run_dir: Path, resume: str | None) -> bool:

@@ -21,7 +21,6 @@ from hvd_train.scaling.runs import WARM
 from hvd_train.scaling.study import WEAK
 from hvd_train.scaling.turns import PRECISE
 
-GOOD = 0.7  # parallel efficiency that is still called good
 CAPTIONS = {
     "speedup": "Speed-up over ranks. Small dots are single runs, the bands are 90 % intervals of the laws.",
     "shares": "What a step's time consists of; above each bar the median time of a step.",
@@ -72,7 +71,7 @@ def write(measured: Measured, folder: Path) -> Path:
 
 def _result(measured: Measured) -> Iterator[str]:
     yield heading("Result")
-    yield _paragraph(summary(measured))
+    yield _paragraph(results.summary(measured))
     yield table(results.title(measured).capitalize() + ".", *results.speed_table(measured))
     yield table("Cost of the configured training's steps.", *results.cost_table(measured))
     yield table("Shares of a step's time, over all ranks.", *results.shares_table(measured))
@@ -83,22 +82,6 @@ def _result(measured: Measured) -> Iterator[str]:
         yield table(caption, *results.factors_table(measured))
     if notes := measured.notes():
         yield "<ul>" + "".join(f"<li>{escaped(note[0].upper() + note[1:])}.</li>" for note in notes) + "</ul>"
-
-
-def summary(measured: Measured) -> str:
-    """Return the sentences that answer how many ranks to ask for."""
-    known = measured.known
-    first, fastest = known[0], max(known, key=lambda one: one.rate)
-    good = [one for one in known if measured.efficiency(one) >= GOOD]
-    most = max(good, key=lambda one: one.ranks)
-    hours = results.number(measured.hours(most))
-    return (
-        f"{amount(most.ranks, 'rank')} are the most whose parallel efficiency is at least {results.percent(GOOD)}: "
-        f"{most.rate:,.0f} samples/s, {most.rate / first.rate:.2f} times as fast as {amount(first.ranks, 'rank')}. "
-        f"The configured training then takes {hours} hours of steps, and "
-        f"{results.number(measured.hours(most) * most.runs[0].hosts)} node-hours. "
-        f"The fastest measured is {amount(fastest.ranks, 'rank')}, with {fastest.rate:,.0f} samples/s."
-    ).replace("1 rank are the most", "1 rank is the most")
 
 
 def _pictures(measured: Measured) -> Iterator[str]:

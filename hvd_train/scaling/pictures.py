@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.core.shares import WORDS
-from hvd_train.report.plots import FAR, HATCHES, INK, new_figure, set_ticks
+from hvd_train.report.plots import FAR, INK, new_figure, set_ticks, share_style
 from hvd_train.scaling.points import Measured, Point
 from hvd_train.scaling.runs import OF_STEPS
 
@@ -84,13 +83,11 @@ def shares(measured: Measured) -> Any:
     axis = figure.add_subplot()
     known = measured.known
     places, below = list(range(len(known))), np.zeros(len(known))
-    for k, name in enumerate(OF_STEPS):
+    for name in OF_STEPS:
         heights = np.array([one.shares.get(name, 0.0) for one in known])
         if heights.max() < 0.0005:
             continue
-        style: dict[str, Any] = {"color": f"C{k}", "edgecolor": INK, "linewidth": 0.5, "alpha": 0.7}
-        label = WORDS.get(name, name)
-        axis.bar(places, heights, bottom=below, width=0.65, hatch=HATCHES[k], label=label, **style)
+        axis.bar(places, heights, bottom=below, width=0.65, **share_style(name))
         below = below + heights
     for place, one in zip(places, known, strict=True):
         ms = f"{one.milliseconds[0]:.3g} ms"

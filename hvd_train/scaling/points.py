@@ -21,6 +21,7 @@ from hvd_train.sweep.trials import Trial
 # Student's factor of a mean's 90 % interval, for 1, 2, ... degrees of freedom; from 16 on it is about NORMAL.
 STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
 NORMAL = 1.70
+EXACT = 0.001  # deviation of a law that goes through all points
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,9 @@ class Measured:
         """The laws fitted to the points whose ranks have cores of their own, and notes about them."""
         points = {one.ranks: [run.rate for run in one.runs] for one in self.known if not one.crowded}
         found = [fit(points, name) for name in (AMDAHL, UNIVERSAL)]
-        notes = [note for name in (AMDAHL, UNIVERSAL) if (note := too_few(name, len(points)))]
+        # A law that misses the points has been contradicted, however few they are.
+        hit = [name for name, one in zip((AMDAHL, UNIVERSAL), found, strict=True) if not one or one.error <= EXACT]
+        notes = [note for name in hit if (note := too_few(name, len(points)))]
         return [one for one in found if one], notes
 
     def notes(self) -> list[str]:

@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.core.shares import WORDS
-from hvd_train.errors import CheckpointError, ConfigError
+from hvd_train.errors import CheckpointError, ConfigError, amount
 from hvd_train.files import put
 from hvd_train.insight.scaling_laws import AMDAHL, Fit
 from hvd_train.report.plots import write_figure
 from hvd_train.report.text_tables import table
 from hvd_train.scaling import pictures
-from hvd_train.scaling.points import Measured, Point
+from hvd_train.scaling.points import EXACT, Measured, Point
 from hvd_train.scaling.runs import OF_STEPS
-from hvd_train.scaling.study import WEAK
+from hvd_train.scaling.study import STRONG, WEAK
 
 CSV = "results.csv"
-EXACT, POOR = 0.001, 0.15  # deviations of a law: of one that goes through all points; too large to believe it
+GOOD = 0.7  # efficiency that is still called good
+POOR = 0.15  # deviation of a law that is too large to believe it
+VAGUE = 0.15  # uncertainty of a step's time, from which on a choice of ranks may be wrong
 # Columns of results.csv, and the attributes of Factors.
 FACTORS = {
     "parallel_efficiency": "parallel",
@@ -65,12 +67,12 @@ def csv_text(measured: Measured) -> str:
 
 def speed_table(measured: Measured) -> tuple[list[str], list[list[str]]]:
     """Return (header, rows) as text: the times and the speed-up of each number of ranks."""
-    header = ["nodes", "ranks", "cores", "global batch", "step ms", "± 90 %", "p95 ms", "samples/s", "speed-up"]
+    header = ["nodes", "ranks", "cores", "global batch", "step ms", "90 %", "p95 ms", "samples/s", "speed-up"]
     rows = []
     for one in measured.points:
         x = columns(measured, one)
         row = [_shown(x["nodes"]), _ranks(one), _shown(x["cores"]), f"{one.batch:,}"]
-        row += [number(x["step_ms"]), percent(x["step_ms_uncertainty"], 1), number(x["step_ms_p95"])]
+        row += [number(x["step_ms"]), _half(x["step_ms_uncertainty"]), number(x["step_ms_p95"])]
         row += [_shown(x["samples_per_second"], ",.0f"), _shown(x["speedup"], ".2f"), percent(x["efficiency"])]
         rows.append([*row, str(len(one.runs))])
     return [*header, "efficiency", "runs"], rows
@@ -124,6 +126,11 @@ def percent(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{100 * value:.{digits}f} %"
 
 
+def _half(share: float | None) -> str:
+    """Format half an interval."""
+    return "-" if share is None else f"±{percent(share, 1)}"
+
+
 def _shown(value: Any, form: str = "") -> str:
     return "-" if value is None else format(value, form)
 
@@ -167,7 +174,50 @@ def text(measured: Measured) -> str:
     if any(one.factors for one in measured.known):
         blocks.append(f"factors of the efficiency within a step\n{table(*factors_table(measured))}")
     blocks.append("\n".join([*law_sentences(fits), *about_fits, *measured.notes()]))
+    blocks.append("\n".join([summary(measured), *advice(measured)]))
     return "\n\n".join(blocks)
+
+
+def summary(measured: Measured) -> str:
+    """Return the sentences that answer how many ranks to ask for."""
+    known = measured.known
+    first, fastest = known[0], max(known, key=lambda one: one.rate)
+    most = max((one for one in known if measured.efficiency(one) >= GOOD), key=lambda one: one.ranks)
+    ranks = amount(most.ranks, "rank")
+    verb = "is" if most.ranks == 1 else "are"
+    faster = f", {most.rate / first.rate:.2f} times as fast as {amount(first.ranks, 'rank')}" if most != first else ""
+    hours = measured.hours(most)
+    lines = [
+        f"{ranks} {verb} the most whose efficiency (speed-up divided by ranks) is at least {percent(GOOD)}: "
+        f"{most.rate:,.0f} samples/s{faster}. The configured training then takes {number(hours)} hours of steps, and "
+        f"{number(hours * most.runs[0].hosts)} node-hours."
+    ]
+    if fastest == most:
+        lines.append("This is also the fastest that was measured." if len(known) > 1 else "")
+    else:
+        lines.append(
+            f"The fastest that was measured is {amount(fastest.ranks, 'rank')}, with {fastest.rate:,.0f} samples/s."
+        )
+    worst = max((one.uncertainty or 0.0 for one in (first, most, fastest)), default=0.0)
+    if worst > VAGUE:
+        lines.append(f"Times of steps are known to ±{percent(worst)} only, so another number of ranks may be better.")
+    return " ".join(filter(None, lines))
+
+
+def advice(measured: Measured) -> list[str]:
+    """Return sentences about what to do next."""
+    study, lines = measured.study, []
+    if any((one.uncertainty or 0.0) > VAGUE for one in measured.known):
+        lines.append(
+            "step times differ much from run to run: measure on idle cores, or give more --repeats and --seconds"
+        )
+    if study.kind == STRONG and not study.config.global_batch_size and measured.known[-1].ranks > 1:
+        size = study.batch(measured.known[0].ranks)
+        lines.append(
+            f"to train as measured on several ranks, write global_batch_size: {size} in place of batch_size; with "
+            "batch_size, 'fit -np N' keeps the batch of each rank, as --weak does"
+        )
+    return lines
 
 
 def title(measured: Measured) -> str:

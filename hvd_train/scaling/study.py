@@ -163,6 +163,9 @@ class Study:
             if path.exists():
                 fix = "--resume measures what is missing; or give another --run-dir"
                 raise ConfigError("the folder holds a study already", where=str(self.folder), fix=fix)
+            if layout.holds_run(self.folder):
+                fix = f"give the study a folder of its own, for example --run-dir {self.folder}-scale"
+                raise ConfigError("the folder holds a run", where=str(self.folder), fix=fix)
             self.save()
             return self
         if not path.exists():

@@ -16,6 +16,7 @@ from hvd_train.insight.explain import case_of, explained
 from hvd_train.insight.factors import factors
 from hvd_train.insight.findings import findings
 from hvd_train.insight.replay import Replay
+from hvd_train.run_folder.step_times import StepTimes
 from tests.insight.recorded import lockstep, write
 
 STEPS = 64
@@ -101,6 +102,16 @@ def test_a_planted_fault_comes_first_and_its_gain_is_that_of_taking_it_away(tmp_
     assert f"{first.gain:.2f} times as fast" in "\n".join(explained(one))
 
 
+def test_what_an_exchange_of_few_bytes_would_take_is_told(tmp_path):
+    values = parts(2)
+    values[3] += 0.002
+    assert findings(case(tmp_path / "a", values))[0].evidence.endswith(
+        "; 0.2 ms of it would remain with the fewest bytes"
+    )
+    slow_link(values)
+    assert findings(case(tmp_path / "b", values))[0].evidence.endswith("for 4.2 MB of gradients")
+
+
 def test_a_slow_host_is_named(tmp_path):
     values, without = parts(6), parts(6)
     values[1][:, 2:4] += 0.01
@@ -151,6 +162,10 @@ def test_what_the_operating_system_knows(tmp_path):
     assert first.gain == pytest.approx(1.9, abs=0.1)
     beside = findings(case(tmp_path / "c", parts(2), usage=usage(queued=[1.0, 1.0])))[0]
     assert beside.cause == "shared cores" and "other programs use the cores" in beside.evidence
+    late = parts(2)
+    uneven(late)
+    cures = {one.cause: one.cure for one in findings(case(tmp_path / "g", late, usage=usage(queued=[1.0, 1.0])))}
+    assert "end the other programs" in cures["shared cores"] and cures["uneven work"].startswith("first cores of your")
     few = findings(case(tmp_path / "d", parts(1), cores=[list(range(8))]))[0]
     assert few.cause == "unused cores" and few.at_most and "1 rank with 1 thread on 8 cores" in few.evidence
     assert few.cure.startswith("threads: 8")
@@ -219,6 +234,7 @@ def test_a_timeline_has_each_cell_of_each_rank_once(tmp_path):
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert [one["args"]["name"] for one in events if one["ph"] == "M"] == ["rank 0 (one)", "rank 1 (one)"]
     slices = [one for one in events if one["ph"] == "X"]
+    assert {one["name"] for one in slices} == {"input", "compute", "exchange and wait", "other", "save"}
     for rank in range(2):
         mine = [one for one in slices if one["pid"] == rank]
         compute = sum(one["dur"] for one in mine if one["name"] == "compute") / 1e6
@@ -234,8 +250,17 @@ def test_a_timeline_has_each_cell_of_each_rank_once(tmp_path):
 def test_damaged_and_foreign_files(tmp_path):
     with pytest.raises(ConfigError, match="no such run folder"):
         recorded_steps.read(tmp_path / "none")
-    with pytest.raises(ConfigError, match="no steps are recorded"):
+    with pytest.raises(ConfigError, match="the folder holds no run; .*; give the run_dir"):
         recorded_steps.read(tmp_path)
+    begun, old = tmp_path / "begun", tmp_path / "old"
+    for one in (begun, old):
+        one.mkdir()
+        (one / "config.yaml").write_text("{}")
+    StepTimes(begun, 0.0, 0)
+    with pytest.raises(ConfigError, match="no steps are recorded yet; .*within about 10 seconds"):
+        recorded_steps.read(begun)
+    with pytest.raises(ConfigError, match="no steps are recorded; .*of earlier ones and scripts have none"):
+        recorded_steps.read(old)
     folder = write(tmp_path / "run", lockstep(*parts(2)))
     whole = recorded_steps.read(folder)
     rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]

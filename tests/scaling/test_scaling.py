@@ -127,6 +127,10 @@ def test_a_study_goes_on_and_may_grow(tmp_path):
         study(tmp_path / "weak", (1,), *whole, kind="weak").begin(resume=True)
     with pytest.raises(ConfigError, match="no study to continue"):
         study(tmp_path / "none").begin(resume=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match="the folder holds a run; .*for example --run-dir .*run-scale"):
+        study(tmp_path / "run").begin(resume=False)
     with pytest.raises(ConfigError, match="holds no study"):
         load(tmp_path / "none")
 
@@ -261,7 +265,7 @@ def test_without_one_rank_the_fewest_are_compared_with(tmp_path):
     fail(s.short_run(1, 0), "\x1b[31mkilled\nby me", 5)
     found = measured(s)
     assert [found.speedup(one) for one in found.known] == pytest.approx([2, 4])
-    assert "2.00 times as fast as 2 ranks" in page.summary(found)
+    assert "2.00 times as fast as 2 ranks" in results.summary(found)
     told = results.text(found)
     assert "speed-up: 2 ranks count as 2 times as fast as one, which was not measured" in told
     assert "1 rank: failed: ?[31mkilled?by me\n" in told
@@ -509,7 +513,7 @@ def test_the_page_for_a_proposal(tmp_path):
     row = next(row for row in read.rows if row[:2] == ["1", "4"])
     assert row[8:10] == [f"{found.speedup(found.points[2]):.2f}", f"{100 * found.efficiency(found.points[2]):.0f} %"]
     # N / (1 + 0.05 (N-1) + 0.002 N (N-1)): 0.849 on 4 ranks, 0.69 on 8
-    assert "4 ranks are the most whose parallel efficiency is at least 70 %" in read.text
+    assert "4 ranks are the most whose efficiency (speed-up divided by ranks) is at least 70 %" in read.text
     assert "of 100 steps each. The first 25 % of the steps are not timed" in read.text
     assert "The global batch is 32 samples on all numbers of ranks (strong scaling)" in read.text
     assert "2 trainings with different seeds" in read.text and "{" not in page.method(found)
@@ -523,6 +527,23 @@ def test_a_law_that_does_not_hold_is_told(tmp_path):
     assert (
         re.search(r"Amdahl law: does not hold here, off by at most \d+\.\d %\n", told) and "times as fast" not in told
     )
+    assert "1 rank is the most whose efficiency" in told and "This is also the fastest that was measured." in told
+    # Two points contradict it as well, if the second is slower than one rank.
+    told = results.text(measured(replace(s, ranks=(1, 2))))
+    assert "does not hold here" in told and "cannot contradict" not in told
+
+
+def test_it_says_what_to_take_and_how_sure_that_is(tmp_path):
+    exact = filled(tmp_path / "s", Law(1000.0, 0.05, 0.002))
+    told = results.text(measured(exact))
+    assert "4 ranks are the most whose efficiency" in told and "The fastest that was measured is 8 ranks" in told
+    assert "write global_batch_size: 32 in place of batch_size" in told and "known to" not in told
+    weak = study(tmp_path / "w", (1, 2), kind="weak").begin(False)
+    for n, k, ms in ((1, 0, 10.0), (1, 1, 14.0), (2, 0, 10.0), (2, 1, 10.0)):
+        write_run(weak.short_run(n, k), ms)
+    told = results.text(measured(weak))
+    assert "known to ±105 % only" in told and "give more --repeats" in told and "global_batch_size" not in told
+    assert re.search(r"^1 .* ±105\.2 % ", told, re.M) and re.search(r"^1 +2 .* ±0\.0 % ", told, re.M)
 
 
 def test_a_page_of_one_point(tmp_path):

@@ -87,6 +87,7 @@ class SyncCallback(keras.callbacks.Callback):
         requested = self.model.stop_training or float(to_numpy(self._fit.reduction.stop)) > 0
         self.model.stop_training = self._fit.stops(requested)
         self._fit.compare(f"model.fit, epoch {epoch + 1}")
+        self._fit.gathering = True
 
 
 def within_slot(slot: Any, model: Any, make: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,6 +77,7 @@ class DistributedFit:
         reduction.stepped = lambda steps: self._looped(steps, "optimizer.apply")
         Reduction.moved.clear()  # it would keep earlier models alive
         self._scoring: EvalShard | None = None  # set while evaluate runs
+        self.gathering = False  # whether the metrics gather the sums of an epoch
         self._validation = EvalShard((None, None, None))
         self._order_digest: BatchOrderDigest | None = None  # of the tf.data.Dataset that fit reads
         self.dataset_steps = 0  # batches of it
@@ -131,10 +132,11 @@ class DistributedFit:
             if self.shard and call["steps_per_epoch"] is None:
                 # A tf.data.Dataset whose last batch may have fewer samples than ranks: no one can say how many steps.
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
+            self.gathering = True
             try:
                 history = self._fit(**call)
             finally:
-                self._order_digest, self._alone = None, []
+                self._order_digest, self._alone, self.gathering = None, [], False
         self.compare("model.fit, its end")
         return history
 
@@ -155,6 +157,8 @@ class DistributedFit:
         self.reduction.window.begin(eval_shard.window, 1 if self.shard else self.world.size)
         try:
             results = self._evaluate(**call)
+            if self.gathering:
+                self._logs.leave_to_rank_0()
             if eval_shard.order_digest is not None:
                 self._same_order(eval_shard.order_digest.last(), "model.fit, validation_data")
             return results
@@ -190,6 +194,7 @@ class DistributedFit:
         scoring = self._scoring
         if not scoring:
             self.end_pass()
+            self.gathering = False
         whole = bool(scoring and not scoring.part)  # each rank scored everything, perhaps with other random numbers
         # If all ranks scored the same samples, only one counts, or sums would be N times too large.
         counts = self.world.rank == 0 if whole else not scoring or scoring.counts
@@ -377,7 +382,7 @@ class DistributedFit:
             raise ConfigError(what, where="hvd_train.keras", fix=fix, common=True)
         execution = self.model.steps_per_execution
         options: Any = dict(batch=batch, steps=steps, uncut=uncut, execution=execution, order_digest=order_digest)
-        shard = collectively(self.world, lambda: divide_scoring(*data, self.world, **options))
+        shard = collectively(self.world, lambda: divide_scoring(*data, self.draws, **options))
         agree(self.world, shard.facts)
         return shard
 

@@ -64,11 +64,14 @@ class Reduction:
         for v, kind in zip(self.variables, kinds, strict=True):
             check_real(kind, f"'{v.path}'", "hk.distribute")
         self._wire = list(map(wire_dtype, self.variables))
+        # What float8 layers pass as a gradient is the new value: the largest numbers that they have seen, and scales.
+        self._overwritten = [i for i, v in enumerate(self.variables) if getattr(v, "overwrite_with_gradient", False)]
         self._kinds = kinds
         specs = [TensorSpec(v.path, tuple(v.shape), kind) for v, kind in zip(self.variables, self._wire, strict=True)]
         self.number = next(Reduction._numbers)  # equal on all ranks: scripts call ``distribute`` in one order
         named: Any = NamedTransfers(communicator, self.number)
         self._communicator, self._size, self._backend, self.eager = named, communicator.size, backend, backend.eager
+        self._rank = communicator.rank
         self.ops: Ops = backend.ops
         self._whole = isinstance(compressor, Uncompressed)
         # Compressed gradients are weighted before (``_joined``), and summed.
@@ -137,10 +140,26 @@ class Reduction:
         joined, sums = self._backend.awaited([*dense, head], lambda: self._joined(dense, head, part))
         pairs = zip(self._exchange.from_buckets(joined), self._kinds, strict=True)
         reduced = [keras.ops.cast(x, kind) for x, kind in pairs]
+        if self._overwritten:
+            self._take_maxima(local, reduced)
         there = [g is not None for g in local]
         if self._backend.eager():  # in a graph all ranks run the same; eagerly, the variables used may differ
             there = [n > 0 for n in keras.ops.convert_to_numpy(sums)[2:]]
         return [reduced[i] if there[i] else None for i in positions]
+
+    def _take_maxima(self, local: Sequence[Any], reduced: list[Any]) -> None:
+        """Replace the means of overwritten variables by the ranks' maxima, as one process sees the whole batch."""
+        values = [keras.ops.reshape(self._as_sent(i, local[i]), (-1,)) for i in self._overwritten]
+        flat = keras.ops.concatenate([keras.ops.cast(x, "float32") for x in values])
+        own = keras.ops.expand_dims(keras.ops.arange(self._size), 1) == self._rank  # (ranks, 1)
+        # (ranks, numbers): each rank fills its row.
+        rows = keras.ops.where(own, flat, keras.ops.zeros_like(flat))
+        sent = self._communicator.allreduce_async(rows, "keras.maxima")
+        largest, start = keras.ops.max(self._communicator.synchronize(sent), axis=0), 0
+        for i, x in zip(self._overwritten, values, strict=True):
+            part = largest[start : start + x.shape[0]]
+            reduced[i] = keras.ops.cast(keras.ops.reshape(part, self.variables[i].shape), self._kinds[i])
+            start += x.shape[0]
 
     def _joined(self, dense: list[Any], head: Any, part: Any) -> tuple[list[Any], Any]:
         """Return (flat gradients, sums over ranks of: part, stop, having a gradient of tensor 0, 1, ...)."""

@@ -50,6 +50,14 @@ class GlobalLogs:
         results = self._results()
         return means | {k: results[k] for k, count in zip(local, same, strict=True) if count == self._world.size}
 
+    def leave_to_rank_0(self) -> None:
+        """Keep the metrics' sums, which are those of all ranks, on rank 0 only.
+
+        As in one process, what a callback evaluates within an epoch counts in the epoch's sums, and it counts once.
+        """
+        for v in (v for metric in self._model.metrics for v in metric.variables if self._world.rank):
+            v.assign(np.zeros_like(to_numpy(v)))
+
     def _results(self) -> dict[str, Any]:
         """Return the metrics' results, by metric name and by the names that Keras' own step uses."""
         return {metric.name: metric.result() for metric in self._model.metrics} | self._model.get_metrics_result()

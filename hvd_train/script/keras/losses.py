@@ -178,7 +178,9 @@ def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any,
         keras.tree.map_structure(lambda a: None if a is None else keras.ops.convert_to_tensor(a[:SAMPLES]), batch)
     )
     owner = model._compile_loss
-    predicted = model(x, training=False) if model._call_has_training_arg else model(x)
+    # Layers may count their calls, or keep a state: this call must not change them.
+    with keras.StatelessScope():
+        predicted = model(x, training=False) if model._call_has_training_arg else model(x)
     if owner is None:
         return y, predicted, weight
     owner(y, predicted, weight)  # builds it, if it was not built before
@@ -190,6 +192,9 @@ def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any,
     finally:
         for loss in losses:
             loss.probing = False
+        # Means of the outputs' losses: these samples are trained on later.
+        for tracker in owner.metrics:
+            tracker.reset_state()
     messages = communicator.allgather_bytes(json.dumps([s.kind for s in losses]).encode())
     everyone = [json.loads(part) for part in messages]
     for loss, kinds in zip(losses, zip(*everyone, strict=True), strict=True):

@@ -93,7 +93,8 @@ def counts_batches(model: Any) -> bool:
 def _means(model: Any) -> list[Any]:
     """Return the mean of the total loss, and the user's ``Mean`` metrics."""
     outputs = model._compile_loss.metrics if model._compile_loss is not None else []
-    return [x for x in model.metrics if type(x) is keras.metrics.Mean and not any(x is y for y in outputs)]
+    mean = keras.metrics.Mean.update_state  # also of the user's subclasses that keep it
+    return [x for x in model.metrics if type(x).update_state is mean and not any(x is y for y in outputs)]
 
 
 def needs_probe(model: Any) -> bool:

@@ -191,7 +191,7 @@ def scored(whole, size: int, *, uncut: bool = False, steps: int | None = None, b
     """[(samples of each batch of this rank's, their EvalShard)]"""
     shards = []
     for rank in world(size):
-        mine = divide_scoring(whole, None, None, rank, batch=batch, steps=steps, uncut=uncut)
+        mine = divide_scoring(whole, None, None, Draws(rank), batch=batch, steps=steps, uncut=uncut)
         x = mine.data[0]
         batches = [x[k : k + (batch or 99)] for k in range(0, len(x), batch or 99)] if kind_of(x) == "arrays" else x
         shards.append(([np.ravel(b[0] if isinstance(b, tuple) else b).tolist() for b in batches], mine))
@@ -229,7 +229,7 @@ def test_steps_to_score_are_made_in_whole_executions(kind):
     one: tuple = (stream, {}) if kind == "unknown" else (np.arange(50), {"batch_size": 12})
     (alone,) = epochs(one[0], 1, 3, 2, **one[1])
     whole = stream.unbatch().batch(4) if kind == "unknown" else whole_data(kind, 50)
-    ranks = [divide_scoring(whole, None, None, r, batch=4, steps=3, execution=2, uncut=False) for r in world(3)]
+    ranks = [divide_scoring(whole, None, None, Draws(r), batch=4, steps=3, execution=2, uncut=False) for r in world(3)]
     options = {"batch_size": 4} if kind == "arrays" else {}
     shards = [epochs(mine.data[0], 1, mine.limit, 2, **options)[0] for mine in ranks]
     shards = shards[:1] if kind == "unknown" else shards  # whole on every rank
@@ -268,7 +268,7 @@ def test_a_pipeline_in_any_order_is_refused_or_put_in_order():
         with pytest.raises(ConfigError, match="deterministic=False"):
             training(world(2)[0], loose.batch(2), batch=2)
         with pytest.raises(ConfigError, match="deterministic=False"):
-            divide_scoring(loose.batch(2), None, None, world(2)[0], batch=None, steps=None, uncut=False)
+            divide_scoring(loose.batch(2), None, None, Draws(world(2)[0]), batch=None, steps=None, uncut=False)
     ordered = plain.interleave(tf.data.Dataset.from_tensors, num_parallel_calls=2).map(
         lambda x: x, num_parallel_calls=2
     )
@@ -392,7 +392,8 @@ def test_buckets_and_ragged_batches_are_divided():
 
 def test_what_is_scored_of_texts_is_what_one_process_scores():
     whole, alone = (texts_of_lengths().padded_batch(n) for n in (4, 8))
-    steps = [list(divide_scoring(whole, None, None, r, batch=None, steps=None, uncut=True).data[0]) for r in world(2)]
+    every = [divide_scoring(whole, None, None, Draws(r), batch=None, steps=None, uncut=True) for r in world(2)]
+    steps = [list(each.data[0]) for each in every]
     batches = [batch for rank in steps for batch in rank]
     for (x, y), (own_x, own_y) in zip(alone, batches, strict=True):
         np.testing.assert_array_equal(x, own_x)
@@ -446,7 +447,7 @@ def test_texts_of_tensorflow_are_divided(kind):
         assert sorted(pairs) == sorted(zip(words, range(13), strict=True))
     scored_words = []
     for rank in world(2):
-        mine = divide_scoring(x, np.arange(13), None, rank, batch=4, steps=None, uncut=False).data
+        mine = divide_scoring(x, np.arange(13), None, Draws(rank), batch=4, steps=None, uncut=False).data
         batches = get_data_adapter(*mine, batch_size=4).get_tf_dataset()
         scored_words += [np.ravel(row)[0].decode() for batch, _ in batches for row in batch.numpy()]
     assert scored_words == words

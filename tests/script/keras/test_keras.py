@@ -22,14 +22,14 @@ CASES = [
     "py_dataset", "self_shuffled", "overflow", "undivided", "callbacks", "tf_data", "steps_per_execution",
     "adam_accumulation", "residual", "saved", "jit_compile", "summed", "masked", "masked_own_step", "weighted_mean",
     "own_losses", "fine_tuning", "vae", "gan", "unbuilt", "loader", "loop", "loop_dataset", "loop_sums", "steps",
-    "masked_scores", "states", "outputs", "lengths",
+    "masked_scores", "states", "outputs", "lengths", "float8",
 ]  # fmt: skip
 # What may depend on whether two ranks meet or three: shares of 7, 7 and 6, means of three, batches that data makes.
 ON_THREE = ["arrays", "py_dataset", "masked", "loop_sums"]
 # Keras on PyTorch has its own step; what it shares with TensorFlow is tried there.
 ON_TORCH = [
     "arrays", "own_step", "two_inputs", "py_dataset", "residual", "saved", "summed", "masked_own_step", "own_losses",
-    "gan", "unbuilt", "loader", "loop", "steps", "masked_scores", "states", "outputs",
+    "gan", "unbuilt", "loader", "loop", "steps", "masked_scores", "states", "outputs", "float8",
 ]  # fmt: skip
 # "draws" after "loader", which loads torch: nobody has seeded it, and the other generators stay alike all the same.
 NOT_ALONE = ["main_rank", "stops", "compressed", "gan_compressed", "draws", "slow"]

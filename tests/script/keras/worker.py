@@ -24,7 +24,7 @@ from tests.script.keras.cases.callbacks import callbacks, stops
 from tests.script.keras.cases.data import lengths, loader, py_dataset, self_shuffled, steps, tf_data, undivided
 from tests.script.keras.cases.draws import draws
 from tests.script.keras.cases.fitting import UserStep, arrays, class_weight, rates, two_inputs, user_logs, user_step
-from tests.script.keras.cases.gradients import compressed, jit_compile, overflow, residual, saved
+from tests.script.keras.cases.gradients import compressed, float8, jit_compile, overflow, residual, saved
 from tests.script.keras.cases.layers import states
 from tests.script.keras.cases.loops import loop, main_rank, slow, sums
 from tests.script.keras.cases.losses import own_losses, reading, summed, weighted_mean
@@ -57,6 +57,7 @@ CASES = {
     "gan_compressed": gan(compression="topk", ratio=0.05),
     "unbuilt": unbuilt,
     "overflow": overflow,
+    "float8": float8,
     "undivided": undivided,
     "callbacks": callbacks,
     "stops": stops,

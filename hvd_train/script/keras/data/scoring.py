@@ -26,6 +26,7 @@ from hvd_train.script.keras.data.leaves import (
     texts,
 )
 from hvd_train.script.keras.data.sequence import SequenceRange
+from hvd_train.script.keras.rng import Draws
 
 
 @dataclass
@@ -50,7 +51,7 @@ def divide_scoring(
     x: Any,
     y: Any,
     weight: Any,
-    world: Communicator,
+    draws: Draws,
     *,
     batch: int | None,
     steps: int | None,
@@ -64,7 +65,8 @@ def divide_scoring(
     batch among ranks. If there are too few samples or batches, or their number is unknown, every rank scores all of
     them.
     """
-    kind, window, size = kind_of(x), world.size, world.size
+    kind, world = kind_of(x), draws.world
+    window, size = world.size, world.size
     whole_steps = steps and -(-steps // execution) * execution
     if kind == "arrays":
         parts = columns(x, y, weight)
@@ -97,7 +99,8 @@ def divide_scoring(
     def rows(start: int, stop: int) -> tuple[Any, Any, Any]:
         if kind == "arrays":
             return (texts(take(parts, slice(start, stop))) + (None, None))[:3]
-        return (SequenceRange(x, start, stop) if kind == "sequence" else x.skip(start).take(stop - start)), None, None
+        piece = SequenceRange(x, draws, start, stop) if kind == "sequence" else x.skip(start).take(stop - start)
+        return piece, None, None
 
     # Fewer pieces than ranks, or unknown: every rank scores everything, and rank 0's sums count.
     if count < size:

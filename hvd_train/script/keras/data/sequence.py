@@ -14,7 +14,41 @@ from hvd_train.script.keras.data.leaves import concatenated, digest, length, tak
 from hvd_train.script.keras.rng import Draws
 
 
-class SequenceParts(Epochs):
+class SharedHooks:
+    """The hooks of a PyDataset around the user's ``_data``: they draw the same random numbers on all ranks."""
+
+    _data: Any
+    _draws: Draws
+
+    def on_epoch_begin(self) -> None:
+        with self._draws.common():
+            self._data.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        with self._draws.common():
+            self._data.on_epoch_end()
+
+
+class SameOrder(SharedHooks):
+    """Hooks of a PyDataset that we divide: its batches must be the same on all ranks."""
+
+    def on_epoch_end(self) -> None:
+        """Let the data set shuffle itself; Keras calls this before the first epoch, too.
+
+        Raises ConfigError on all ranks if their orders differ afterwards: the data set has a generator of its own that
+        we cannot seed.
+        """
+        super().on_epoch_end()
+        # The comparison reads batches, which may draw random numbers: restore the generators.
+        with self._draws.common(keep=True):
+            batches = digest([self._data[i] for i in sorted({0, self._data.num_batches - 1})])
+        if len(set(self._draws.world.allgather_bytes(batches.encode()))) > 1:
+            what = f"{type(self._data).__name__} differs between ranks: it shuffles with a generator of its own"
+            fix = "draw from random or numpy.random, equal on all ranks in on_epoch_end, or seed your generator"
+            raise ConfigError(what, where="model.fit, on_epoch_end", fix=fix, common=True)
+
+
+class SequenceParts(SameOrder, Epochs):
     """A PyDataset of which each step takes N batches, one for each rank.
 
     The remainder is divided by samples. The PyDataset's last batch, which may be short, remains the last.
@@ -51,28 +85,8 @@ class SequenceParts(Epochs):
         start, stop = share(length(rest), self._size, rank)
         return take(rest, slice(start, stop))
 
-    def on_epoch_begin(self) -> None:
-        with self._draws.common():
-            self._data.on_epoch_begin()
 
-    def on_epoch_end(self) -> None:
-        """Let the data set shuffle itself; Keras calls this before the first epoch, too.
-
-        Raises ConfigError on all ranks if their orders differ afterwards: the data set has a generator of its own that
-        we cannot seed.
-        """
-        with self._draws.common():
-            self._data.on_epoch_end()
-        # The comparison reads batches, which may draw random numbers: restore the generators.
-        with self._draws.common(keep=True):
-            batches = digest([self._data[i] for i in sorted({0, self._n - 1})])
-        if len(set(self._world.allgather_bytes(batches.encode()))) > 1:
-            what = f"{type(self._data).__name__} differs between ranks: it shuffles with a generator of its own"
-            fix = "draw from random or numpy.random, equal on all ranks in on_epoch_end, or seed your generator"
-            raise ConfigError(what, where="model.fit, on_epoch_end", fix=fix, common=True)
-
-
-class LocalSequence(keras.utils.PyDataset):
+class LocalSequence(SharedHooks, keras.utils.PyDataset):
     """A PyDataset that the user has divided. If it shuffles before it takes its part, all ranks have one order."""
 
     def __init__(self, data: Any, draws: Draws) -> None:
@@ -86,21 +100,18 @@ class LocalSequence(keras.utils.PyDataset):
     def __getitem__(self, index: int) -> Any:
         return self._data[index]
 
-    def on_epoch_begin(self) -> None:
-        with self._draws.common():
-            self._data.on_epoch_begin()
+
+class SequenceRange(SameOrder, keras.utils.PyDataset):
+    """Batches [start, stop) of another PyDataset, which may choose others after each evaluation."""
+
+    def __init__(self, data: Any, draws: Draws, start: int, stop: int) -> None:
+        super().__init__(data.workers, data.use_multiprocessing, data.max_queue_size)
+        self._data, self._draws, self._start, self._stop = data, draws, start, stop
 
     def on_epoch_end(self) -> None:
-        with self._draws.common():
-            self._data.on_epoch_end()
-
-
-class SequenceRange(keras.utils.PyDataset):
-    """Batches [start, stop) of another PyDataset."""
-
-    def __init__(self, data: Any, start: int, stop: int) -> None:
-        super().__init__(data.workers, data.use_multiprocessing, data.max_queue_size)
-        self._data, self._start, self._stop = data, start, stop
+        # Comparing orders reads batches, and few data sets change after an evaluation.
+        if type(self._data).on_epoch_end is not keras.utils.PyDataset.on_epoch_end:
+            super().on_epoch_end()
 
     def __len__(self) -> int:
         return self._stop - self._start

@@ -6,7 +6,18 @@ import keras
 import numpy as np
 
 import hvd_train.keras as hk
-from tests.script.keras.cases.models import COUNT, FOLDER, GLOBAL, SGD, TENSORFLOW, compiled, digits, fit, trained
+from tests.script.keras.cases.models import (
+    BATCH,
+    COUNT,
+    FOLDER,
+    GLOBAL,
+    SGD,
+    TENSORFLOW,
+    compiled,
+    digits,
+    fit,
+    trained,
+)
 
 
 class StopOnOne(keras.callbacks.Callback):
@@ -15,6 +26,18 @@ class StopOnOne(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if hk.rank() == hk.size() - 1 and batch == 2:
             self.model.stop_training = True
+
+
+class Scores(keras.callbacks.Callback):
+    """Evaluates within an epoch; Keras adds what it scores to the sums of the epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 4:
+            self.scores.append(self.model.evaluate(*digits(101), batch_size=BATCH, verbose=0))
 
 
 def callbacks():
@@ -29,9 +52,11 @@ def callbacks():
     ]
     if hk.rank() == 0:
         folder.mkdir()
-    history = fit(model, x, y, epochs=12, validation_data=digits(157), callbacks=chosen)
+    scores = Scores()
+    history = fit(model, x, y, epochs=12, validation_data=digits(157), callbacks=[*chosen, scores])
     saved = keras.saving.load_model(FOLDER / f"own{hk.size()}.0" / "best.keras") if hk.rank() == 0 else model
-    return trained(model, history, epochs=len(history["loss"]), files=sorted(p.name for p in folder.glob("*"))) | {
+    more = {"epochs": len(history["loss"]), "scores": scores.scores}
+    return trained(model, history, **more, files=sorted(p.name for p in folder.glob("*"))) | {
         "own/class": type(saved.optimizer).__module__
     }
 

@@ -11,10 +11,17 @@ import hvd_train.keras as hk
 from tests.script.keras.cases.models import BATCH, COUNT, GLOBAL, TENSORFLOW, Batches, compiled, digits, fit, trained
 
 
+class Changing(Batches):
+    """Other samples, or other views of them, after each pass."""
+
+    def on_epoch_end(self):
+        self.x = self.x * 1.1
+
+
 def py_dataset():
     x, y = digits()
     model = hk.distribute(compiled())
-    history = fit(model, Batches(x, y), batch_size=None, validation_data=Batches(x[:99], y[:99]))
+    history = fit(model, Batches(x, y), batch_size=None, validation_data=Changing(x[:99], y[:99]))
     return trained(model, history, predicted=model.predict(Batches(x, y), verbose=0))
 
 

@@ -34,6 +34,18 @@ def overflow():
     return trained(model, scale=scale, iterations=int(model.optimizer.inner_optimizer.iterations))
 
 
+def float8():
+    """The largest numbers that float8 layers have seen: of the whole batch. The weights stay as they are."""
+    model = network()
+    model.quantize("float8")
+    model.compile(SGD(0.0), "mse")
+    hk.distribute(model)
+    x, _ = digits()
+    fit(model, x, x[:, :10])
+    seen = [v for v in model.variables if v.path.endswith(("inputs_amax_history", "kernel_amax_history"))]
+    return {v.path: keras.ops.convert_to_numpy(v) for v in seen}
+
+
 def compressed():
     model = hk.distribute(compiled(network(hidden=WIDE)), compression="topk", ratio=0.05)
     return trained(model, fit(model, *digits(), shuffle=True))

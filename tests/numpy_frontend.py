@@ -237,6 +237,9 @@ class NumpyFrontEnd(StateTree):
         self._discard_gradients()
         return sums
 
+    def accumulated_squares(self):
+        return sum(np.sum(np.square(x), dtype=np.float64) for x in self.gradients.values())
+
     def _flat_gradients(self, factor=1.0):
         return self.update.exchange.to_buckets([self.gradients[name] * factor for name in self._unfrozen])
 

@@ -79,6 +79,7 @@ NO_COMPRESSION = Feature("exchange.compression", ("none",))
 ADASUM = Feature("exchange.op", ("adasum",))
 FEEDBACK = Feature("exchange.outer_feedback")
 ERROR_METER = Feature("exchange.compression_error_every_n_steps")
+NOISE_SCALE = Feature("noise_scale_every_n_steps")
 SHARDED, STAGES, DEVICES = map(Feature, ("optim.sharded", "parallel.pipeline", "parallel.devices_per_rank"))
 EMA, SWA = Feature("ema"), Feature("swa")
 FREE = Feature("optim.name", tuple(name for name, spec in OPTIMIZERS.items() if spec.schedule_free))
@@ -127,6 +128,9 @@ CONFLICTS = (
     Conflict(ADASUM, GLOO, "Horovod has adasum for MPI alone", "start with mpirun, or set exchange.op: average"),
     Conflict(ERROR_METER, NO_COMPRESSION, "nothing is compressed", "set exchange.compression"),
     Conflict(ERROR_METER, NO_GRADIENTS, "no gradients are sent, whose error could be measured"),
+    Conflict(NOISE_SCALE, ANY_MODE, "it compares a rank's gradient with the mean of all, of the same step"),
+    Conflict(NOISE_SCALE, COMPRESSION, "what a compression leaves out would count as noise"),
+    Conflict(NOISE_SCALE, ADASUM, "adasum's result is no mean of the ranks' gradients"),
     Conflict(FEEDBACK, NO_COMPRESSION, "no compression leaves anything out", "set exchange.compression"),
     Conflict(
         NO_LOCKSTEP,
@@ -175,6 +179,7 @@ CONFLICTS = (
     Conflict(ANY_MODE, STAGES, "the replicas of a stage exchange gradients in each step"),
     Conflict(ADASUM, STAGES, "adasum joins all ranks, and only the replicas of a stage have the same weights"),
     Conflict(AUTO, STAGES, "auto measures the exchange of a whole model", "name a compression"),
+    Conflict(NOISE_SCALE, STAGES, "no rank has a whole gradient"),
     Conflict(ERROR_METER, STAGES, "it compares the gradients of a whole model"),
     Conflict(SHARDED, DEVICES, "the optimizer state of a block lies on the block's device"),
     Conflict(GROUPS, DEVICES, "the weights of a group may lie on several devices"),

@@ -18,6 +18,7 @@ from hvd_train.core import train_state
 from hvd_train.core.callbacks.early_stopping import EarlyStopping
 from hvd_train.core.callbacks.epoch_log import EpochLog
 from hvd_train.core.callbacks.loss_log import LossLog
+from hvd_train.core.callbacks.noise_log import NoiseLog
 from hvd_train.core.callbacks.plateau import Plateau
 from hvd_train.core.callbacks.speed import Speed
 from hvd_train.core.callbacks.time_log import TimeLog
@@ -61,7 +62,8 @@ class Trainer(Training):
     ) -> None:
         source = stop_source or StopSource()
         super().__init__(config, frontend, update, train, val, run_dir, log, compression, source, until)
-        speed, loss_log = Speed(), LossLog(frontend.task)
+        speed, noise_log = Speed(), NoiseLog(self)
+        loss_log = LossLog(frontend.task, noise_log)
         self.samples_per_second, self.speeds = speed.median, speed.spread
         weight_check = WeightCheck(loss_log)
         watching: list[Hook] = [EarlyStopping(config.early_stopping)] if config.early_stopping else []
@@ -73,9 +75,11 @@ class Trainer(Training):
         interruption = Interruption(self, self._sync, self._saver)
         # The ranks agree on stopping after the user's hooks, which may request it; then they save.
         first = [speed, loss_log, weight_check, *watching]
-        self._hooks = HookCalls(first, hooks, [self._sync, EpochLog(self._time_log), self._saver, interruption])
+        self._hooks = HookCalls(
+            first, hooks, [self._sync, EpochLog(self._time_log, noise_log), self._saver, interruption]
+        )
         self._validation = Validation(self, weight_check, self._sync, interruption)
-        self._steps, rules = StepRunner(self), StepRules(config, snapshots=memory is not None)
+        self._steps, rules = StepRunner(self, noise_log), StepRules(config, snapshots=memory is not None)
         self._pace: Pace = Lockstep(self, rules, self._sync.turns.due)
         if not update.lockstep:
             self._pace = AsyncSteps(self, rules)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.core.callbacks.compression_error import CompressionErrorLog
+from hvd_train.core.callbacks.noise_log import NoiseLog
 from hvd_train.core.gradient_scale import gradient_scale
 from hvd_train.core.nonfinite import Skips, rescale
 from hvd_train.core.training import Training
@@ -24,8 +25,8 @@ def forward_seed(seed: int, step: int, micro: int, rank: int) -> int:
 class StepRunner:
     """Runs the steps of a training and counts them in its progress."""
 
-    def __init__(self, training: Training) -> None:
-        self.training = training
+    def __init__(self, training: Training, noise: NoiseLog | None = None) -> None:
+        self.training, self._noise = training, noise
         config = training.config
         self._error_log = CompressionErrorLog(config.exchange.compression_error_every_n_steps)
         skips = config.on_nonfinite == "skip"
@@ -50,13 +51,17 @@ class StepRunner:
         if self._error_log.due(p.step):
             unscaled = np.divide(scale, p.loss_scale).tolist()  # clipping thresholds are for unscaled gradients
             self._error_log.measure(training, placed, unscaled, seeds[-1])
-        sums = [
-            frontend.add_gradients(frontend.to_device(batch), scale, seed)
-            for batch, seed in zip(earlier, seeds, strict=False)
-        ]
+        noise, sums = self._noise, []
+        measured = noise.begin(training, step, scale, counts) if noise else None
+        for batch, seed in zip(earlier, seeds, strict=False):
+            sums.append(frontend.add_gradients(frontend.to_device(batch), scale, seed))
+            if noise and measured and len(sums) == 1:
+                noise.first(training, measured)
         sums.append(frontend.train_step(placed, scale, seeds[-1], rate, 1 / p.loss_scale))
         p.step, p.consumed, p.seen = p.step + 1, step.consumed, p.seen + step.count
         finite = not config.checks_gradients or frontend.finite()
+        if noise and measured and finite:
+            noise.add(measured)
         if training.scaled:
             rescale(p, finite, training.log)
         if self._skips and self._skips.left_out(p, finite, sums):

@@ -14,6 +14,7 @@ from hvd_train.update import auto, make_update
 from hvd_train.update.averaged_update import averaged
 from hvd_train.update.clip import Clip
 from hvd_train.update.exchange import Exchange
+from hvd_train.update.gradient_norms import GradientNorms
 from hvd_train.update.parameter_groups import ParameterGroups, TensorSettings
 from hvd_train.update.state import read
 
@@ -55,6 +56,8 @@ def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0
 
     # With weights in shared memory, a hook's change to them would be applied N times.
     update = make_update(options, frontend, build, Serial(), config.update_spec, share_memory=not user_hooks)
+    if config.noise_scale_every_n_steps:
+        update.exchange.norms = GradientNorms(frontend.ops, 1.0 if config.optim.sharded else 1 / groups.data.size)
     return averaged(config, update, frontend), compression
 
 

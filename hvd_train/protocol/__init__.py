@@ -50,6 +50,7 @@ from hvd_train.protocol.update import (
     DividedUpdate,
     Entry,
     Exchange,
+    GradientNorms,
     HostMemory,
     HostSums,
     Optimizer,

@@ -204,6 +204,9 @@ class Trainable(FrontEndPart, Protocol):
         """Return whether the last step's gradients were finite on all ranks, with ``FrontEndConfig.checks_gradients``;
         if not, the step was skipped."""
 
+    def accumulated_squares(self) -> Tensor:
+        """Return the squared norm of the gradients that ``add_gradients`` has added since the last step, () float64."""
+
     def compression_error(self, placed: Any, scale: Scale, seed: int) -> Tensor:
         """Measure the error of compression on this batch's gradient, which is not applied (update/error_meter.py)."""
 

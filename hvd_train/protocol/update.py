@@ -61,12 +61,22 @@ class Packing:
     alone_bytes: int
 
 
+class GradientNorms(Protocol):
+    """Squared norms of a gradient before and after its exchange (update/gradient_norms.py)."""
+
+    factor: Any  # of this rank's squared norm in the next step; 0: it is not measured
+
+    def take(self) -> np.ndarray:
+        """Return the sums since the last call, (2,) float64: factor x this rank's, and its part of the reduced."""
+
+
 class Exchange(Protocol):
     """The reduction of gradients over ranks (update/exchange.py): called eagerly, from hooks, or while tracing."""
 
     communicator: Communicator
     ops: Ops
     op: str  # "sum", "average" or "adasum"
+    norms: Any  # GradientNorms, or None
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]:
@@ -248,6 +258,10 @@ class Update(Protocol):
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]: ...
+
+    @property
+    def norms(self) -> GradientNorms | None:
+        """Return what measures the norms of gradients; None: nothing does."""
 
     def before_step(self, step: int, samples: int) -> None:
         """Prepare step number ``step`` (from 1) with ``samples`` samples over all ranks."""

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from hvd_train.config import Config
-from hvd_train.protocol import EXCHANGE_PREFIX, Entry, Placement, Tensor, TracksStatistics, Tree, Update
+from hvd_train.protocol import EXCHANGE_PREFIX, Entry, GradientNorms, Placement, Tensor, TracksStatistics, Tree, Update
 from hvd_train.update.ema import ExponentialMean
 from hvd_train.update.epoch_mean import EpochMean
 from hvd_train.update.replicated import STATISTICS, TRAINING, Replicated
@@ -128,6 +128,10 @@ class AveragedUpdate:
     @property
     def buckets(self) -> Sequence[Sequence[int]]:
         return self.update.buckets
+
+    @property
+    def norms(self) -> GradientNorms | None:
+        return self.update.norms
 
     @property
     def in_flight(self) -> bool:

@@ -16,6 +16,7 @@ from hvd_train.compression.uncompressed import Uncompressed
 from hvd_train.protocol import Communicator, Compressor, Handle, Ops, Packing, Rounds, State, Tensor, TensorSpec, Wire
 from hvd_train.update.buckets import COMPRESSED, plan
 from hvd_train.update.clip import Clip
+from hvd_train.update.gradient_norms import GradientNorms
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Exchange:
         self._specs, self.communicator, self.ops, self.op = specs, communicator, ops, op
         self._world = world or communicator
         self.clip = clip or Clip()
+        self.norms: GradientNorms | None = None  # measures steps of an update that exchanges gradients
         little = [all(specs[i].size < small or i in whole for i in members) for members in self.buckets]
         self._compressors = [Uncompressed() if few else compressor for few in little]
         self._shapes = [self._shape(b) for b in range(len(self.buckets))]
@@ -128,6 +130,8 @@ class Exchange:
 
     def start(self, bucket: int, gradient: Tensor, state: State) -> Started:
         """Start the exchange of one bucket. It does not block, so backward hooks may call it."""
+        if self.norms:
+            self.norms.sent(gradient)
         # (n,), or the shape of the tensor for a compressor that takes one at a time.
         shaped = self.ops.reshape(gradient, self._shapes[bucket])
         rounds = self._rounds(bucket, shaped, state)
@@ -142,6 +146,8 @@ class Exchange:
         The list is emptied, to free the memory of each gradient as soon as its bucket has arrived.
         """
         gradients, states = self._received(started)
+        if self.norms:
+            self.norms.received(gradients)
         return self.clip(gradients, self.ops), states
 
     def _received(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:

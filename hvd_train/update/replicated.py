@@ -12,6 +12,7 @@ from hvd_train.protocol import (
     Cell,
     Entry,
     Exchange,
+    GradientNorms,
     Optimizer,
     Parameters,
     Placement,
@@ -62,6 +63,10 @@ class Replicated:
     @property
     def buckets(self) -> Sequence[Sequence[int]]:
         return self.exchange.buckets
+
+    @property
+    def norms(self) -> GradientNorms | None:
+        return self.exchange.norms
 
     # ---- within a step
 

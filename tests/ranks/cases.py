@@ -180,6 +180,7 @@ MIXED = {
 }
 # One layer is large enough to be compressed; 48 samples are equal shares for 1 to 4 ranks.
 SHORT = MLP | {"model.hidden": [96], "global_batch_size": 48, "max_steps": 8}
+NOISE = {"noise_scale_every_n_steps": 1, "log_every_n_steps": 2}
 # Slots differ between ranks whose weights go apart, and each must get its slots and its weights again.
 MOMENTUM = {name: {"optim.momentum": 0.9} for name in LOOSE}
 CHANGED = {
@@ -284,12 +285,16 @@ def cases(framework: str, size: int, folder: Path) -> list[dict]:
     add("adam-short", ADAM_SHORT)
     add("plain", SHORT)
     add("overflow", SHORT | {"precision": "16-mixed"}, "overflow")
+    parts = {"accumulate_grad_batches": 2} if size == 1 else {}
+    add("noise", SHORT | NOISE | parts)
     if framework == "tensorflow":
         add("norm-calls", NORM | {"sync_batchnorm": True, "steps_per_execution": 4}, "calls")
     if size == 1:
         return made
 
     add("auto", SHORT | {"exchange.compression": "auto"})
+    add("noise-sharded", SHORT | NOISE | {"optim.sharded": True})
+    add("noise-masked", TRAININGS["masked"] | NOISE)
     add("watched", SHORT | {"exchange": COMPRESSED["topk"] | {"compression_error_every_n_steps": 3}})
     if framework == "tensorflow":
         for steps in (1, 4):

@@ -283,6 +283,27 @@ def test_the_compression_error_is_told_and_changes_nothing(world, framework):
     assert told[0]["bytes_plain"] == 8 * (64 * 96 + 96 + 96 * 10 + 10)
 
 
+@of_each
+def test_measuring_the_noise_scale_changes_nothing(world, framework):
+    results = world(framework, 2)
+    assert same(results.trees("plain")[0], results.trees("noise")[0])
+    assert same(results.trees("masked")[0], results.trees("noise-masked")[0])
+
+
+def test_the_noise_scale_is_that_of_the_other_framework_and_of_a_sharded_optimizer(world):
+    torch, keras = (world(framework, 2) for framework in FRAMEWORKS)
+    of_one = [world(framework, 1).json("noise")[0]["noise_scale"] for framework in FRAMEWORKS]
+    rows = [[results.json(name)[0]["noise_scale"] for name in ("noise", "noise-masked")] for results in (torch, keras)]
+    pairs = [(of_one[0], of_one[1]), *zip(*rows, strict=True)]
+    pairs += [(rows[k][0], world(f, 2).json("noise-sharded")[0]["noise_scale"]) for k, f in enumerate(FRAMEWORKS)]
+    for one, other in pairs:
+        assert len(one) == len(other) > 0
+        for a, b in zip(one, other, strict=True):
+            a, b = ({k: -1 if x is None else x for k, x in row.items() if k != "event"} for row in (a, b))
+            assert a == pytest.approx(b, rel=TOLERANCE)
+            assert a["noise"] > 0 and a["steps"] > 0
+
+
 @pytest.mark.parametrize("name", MIXED)
 @of_each_and_alone
 def test_16_bits_stay_near_and_equal_on_all_ranks(world, framework, size, name):

@@ -65,6 +65,7 @@ def train(case, module, communicator, folder):
     if communicator.rank == 0:
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         summary["compression_error"] = [row for row in rows if row["event"] == "compression"]
+        summary["noise_scale"] = [row for row in rows if row["event"] == "noise_scale"]
     residuals = [x for x in read(job.frontend.update.state(), Placement.PER_RANK).values() if x.ndim]
     summary["residual"] = float(sum(np.abs(array).sum() for array in residuals))
     tree = {key.replace("/", "|"): array for key, array in whole(job.frontend).items()}

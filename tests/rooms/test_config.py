@@ -243,6 +243,7 @@ def test_the_keys_that_a_resumed_run_may_change():
         "data.workers",
         "agreement_every_n_steps",
         "steps_per_execution",
+        "noise_scale_every_n_steps",
         "on_nonfinite",
         "watchdog_s",
         "slurm",

@@ -91,6 +91,11 @@ class Config(Section):
     agreement_every_n_steps: Count = free(
         100, description="steps between two checks that all ranks hold the same weights, bit for bit; 0: never"
     )
+    noise_scale_every_n_steps: Count = free(
+        0,
+        description="steps between two measurements of the gradient noise scale, which says how large a batch pays"
+        "; 0: never",
+    )
     steps_per_execution: Positive | Literal["auto"] = free(
         "auto",
         description="TensorFlow: steps in one call of the compiled function; auto: on a CPU as many as take 0.1 s",

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.core.agreement import NONFINITE_FIX
+from hvd_train.core.callbacks.noise_log import NoiseLog
 from hvd_train.core.hooks import Hook, StepInfo
 from hvd_train.core.pace import LogBoard
 from hvd_train.core.reductions import ordered_sum
@@ -18,8 +19,8 @@ from hvd_train.task.task import Task
 class LossLog(Hook):
     """Logs the training loss over the samples since the previous line, so that lines can be averaged by ``samples``."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(self, task: Task, noise: NoiseLog) -> None:
+        self._task, self._noise = task, noise
         self.board: LogBoard | None = None  # in async mode
         # This rank's sums of each step since the last line, kept on the device, because reading waits for the step.
         self.pending: list[Any] = []
@@ -61,7 +62,7 @@ class LossLog(Hook):
         trainer.log.progress(p.epoch, p.consumed, trainer.epoch_size, trainer.samples_per_second)
         if not info.due.log:
             return
-        local = self.local(trainer)
+        local, norms = self.local(trainer), self._noise.local(trainer)
         self.discard()
         if self.board and not info.due.sync:
             self._check_finite(trainer, local, common=False)
@@ -70,10 +71,11 @@ class LossLog(Hook):
             self._write(trainer, info, self.board.take())
             return
         task = self._task
-        sums = ordered_sum(local + self._left, trainer.groups.sums)
+        sums, norms = np.split(ordered_sum(np.append(local + self._left, norms), trainer.groups.sums), [len(local)])
         if task.weighted_by_data:
             task.check(sums, sums[task.length :])
         self._check_finite(trainer, sums, common=True)
+        self._noise.add_line(trainer, norms)
         p.epoch_sums = [float(x) for x in np.add(p.epoch_sums or 0.0, sums[: task.length])]
         if self.board:
             sums = sums - ordered_sum(self._left, trainer.groups.data) + self.board.take()

@@ -21,7 +21,7 @@ from hvd_train.frontends.host_memory import CHANGED_BY_MODEL, UNSHARE, HostMemor
 from hvd_train.frontends.named_arrays import TensorLayout, layouts_of
 from hvd_train.frontends.pytorch import batchnorm, embeddings
 from hvd_train.frontends.pytorch.blocks import joined
-from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, in_memory, stored_shape
+from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, dense, in_memory, stored_shape
 from hvd_train.frontends.pytorch.device import MIXED, devices_of, mixed_context, seeder
 from hvd_train.frontends.pytorch.freezing import freeze, thaw
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
@@ -361,6 +361,11 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
 
     def finite(self) -> bool:
         return self._finite
+
+    def accumulated_squares(self) -> torch.Tensor:
+        gradients = [p.grad for p in self._unfrozen.values() if p.grad is not None]
+        squares = [self.ops.sum_of_squares(dense(g) if g.is_sparse else g) for g in gradients]
+        return torch.stack([x.to(self.device, torch.float64) for x in squares]).sum()
 
     def _measure_error(self, placed, scale: Scale, seed: int) -> torch.Tensor:
         self.add_gradients(placed, scale, seed)

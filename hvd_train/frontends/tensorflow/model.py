@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             self._accumulated = [zeros_where(v) for v in accumulated]
         self._compiled.clear()  # graphs of an earlier call
         batchnorm.fix_statistics(self.model, self._fixed_statistics())
-        self._accumulate = graph(self._traced_accumulate)
+        self._accumulate, self._squares = graph(self._traced_accumulate), graph(self._traced_squares)
         self.queued: list[tuple[tuple[Any, ...], Later]] = []
         self.retrace()
         steps = self.config.steps_per_execution
@@ -219,7 +219,9 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
     def train_step(
         self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0
     ) -> tf.Tensor | Later:
-        rates = np.asarray(learning_rate, self.dtype), np.asarray(unscale, self.dtype)
+        norms = self.update.exchange.norms
+        more = np.asarray(unscale, self.dtype), np.asarray(norms.factor if norms else 0.0)
+        rates = np.asarray(learning_rate, self.dtype), *more
         numbers = np.asarray(self._scales(scale), self.dtype), np.asarray(seed, np.int64), *rates
         if self._one_by_one:
             sums, self._failures = self._run(self._step, *placed, *map(tf.constant, numbers))
@@ -278,6 +280,12 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
     def finite(self) -> bool:
         return float(self._failures[0]) == 0
 
+    def accumulated_squares(self) -> tf.Tensor:
+        return self._call(self._squares)
+
+    def _traced_squares(self) -> tf.Tensor:
+        return tf.add_n([tf.cast(self.ops.sum_of_squares(total), tf.float64) for total in self._accumulated])
+
     def _measure_error(self, placed, scale: Scale, seed: int) -> tf.Tensor:
         return self._compression_error(
             *placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64)
@@ -334,7 +342,10 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             total.assign_add(gradient)
         return sums
 
-    def _traced_step(self, inputs, labels, weights, scale, seed, learning_rate, unscale) -> tuple[tf.Tensor, tf.Tensor]:
+    def _traced_step(
+        self, inputs, labels, weights, scale, seed, learning_rate, unscale, factor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Trace a step. ``factor``: of ``GradientNorms``; unused if the update has none."""
         self.update.begin()
         gradients, sums = self._backward(inputs, labels, weights, scale, seed)
         for i, total in enumerate(self._accumulated):
@@ -342,7 +353,9 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             total.assign(tf.zeros_like(total))
         if self._common:
             gradients = after_reads(gradients, self._common.variables, sums)
-        return sums, self._traced_update(gradients, learning_rate, unscale)
+        norms = self.update.exchange.norms
+        with norms.traced(factor) if norms else nullcontext():
+            return sums, self._traced_update(gradients, learning_rate, unscale)
 
     def _traced_update(self, gradients, learning_rate, unscale) -> tf.Tensor:
         """Exchange the gradients and update the weights; return the number of ranks with non-finite gradients."""

@@ -78,7 +78,8 @@ MODES = {
     ),
     "parameter_server": ModeSpec("parameter_server:ParameterServer", lockstep=False, sums=True, note=DOES_NOT_SCALE),
 }
-EVERY_STEP = tuple(name for name, spec in MODES.items() if spec.lockstep and not spec.interval)
 # The replacements of ``allreduce`` with optim.sharded and with parallel.pipeline.
 SHARDED = ModeSpec("sharded:Sharded", gradients=True, exact=True, compression=True, shares_memory=True)
 STAGES = ModeSpec("staged:Staged", gradients=True, exact=True, compression=True)
+# The modes in which all ranks exchange in each step.
+EVERY_STEP = tuple(name for name, spec in MODES.items() if spec.lockstep and not spec.interval)

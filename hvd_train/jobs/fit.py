@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -129,7 +130,7 @@ def train(
         hooks = [*_thread_check(job), *hooks, *of_config]
         messages.warn_of_events(job, hooks)
         memory = snapshots.folder_of_rank()
-        hosts = Counter(allgather_json(communicator, job.session.settings["host"], "host"))
+        hosts = Counter(allgather_json(communicator, platform.node(), "host"))
         trainer = Trainer(
             config, job.frontend, update, *data, run_dir, log, compression, hooks, stop_source, until, memory
         )

@@ -45,6 +45,7 @@ SMALL = {
 COMMANDS = {
     "modes": "--frameworks pytorch --models cnn --rates here --modes synchronous --steps 8 --turns 1",
     "survival": "saves checks --framework pytorch --pairs 2",
+    "insight": "--frameworks pytorch --models mlp --ranks 1,2 --repeats 2 --seconds 1 --plan-seconds 20",
     "link": "--frameworks pytorch --model cnn --rates 1gbit --engines fp16 --rounds 1 --seconds 0.1",
 }
 

@@ -85,8 +85,8 @@ def test_a_run_tells_what_it_does(trained):
     written = "checkpoints config.yaml environment.json metrics.jsonl steps.jsonl summary.json tensorboard"
     assert names == written.split()
     summary = json.loads((folder / "summary.json").read_text())
-    keys = "framework model world_size epochs steps train_samples steps_per_epoch val_samples train_loss train_accuracy val_loss"
-    assert list(summary) == [*keys.split(), "val_accuracy", "samples_per_second", "weights_sha256", "time"]
+    keys = "framework model world_size epochs steps train_samples steps_per_epoch val_samples train_loss train_accuracy"
+    assert list(summary) == [*keys.split(), "val_loss", "val_accuracy", "samples_per_second", "weights_sha256", "time"]
 
 
 def test_events_are_read_by_tensorboard(trained):

@@ -144,7 +144,10 @@ def _report(line: str) -> None:
 
 
 def _of_study(folder: Path) -> tuple[Config, str, dict[int, list[float]]]:
-    """Return a study's configuration, strong or weak, and samples/s of the runs of each number of ranks of one host."""
+    """Return the configuration of a study, its kind (strong or weak), and {number of ranks: samples/s of each run}.
+
+    Only runs on a single host count.
+    """
     from hvd_train.scaling import study as studies
     from hvd_train.scaling.points import measured
 

@@ -79,6 +79,7 @@ def scale(
     hvd-train scale -c job.yaml --ranks 4,8,16 -H node1:8,node2:8
     """
     from hvd_train.config import load_config
+    from hvd_train.insight.plan import parse_counts
     from hvd_train.launch.environment import world
     from hvd_train.run_folder.lock import Lock
     from hvd_train.scaling import study as studies
@@ -94,7 +95,7 @@ def scale(
     if seeds and not goal:
         raise ConfigError("--seeds repeats trainings to a target", fix="give --target, or leave --seeds out")
     target = studies.parse_target(goal, config) if goal else None
-    numbers = studies.parse_ranks(ranks) if ranks else _up_to_cores()
+    numbers = tuple(parse_counts(ranks, "--ranks")) if ranks else _up_to_cores()
     study = studies.Study(folder, config, numbers, kind or "strong", steps, target, seeds or 1)
     study.check()
     limits = Limits(seconds, repeats, math.inf if minutes is None else minutes)

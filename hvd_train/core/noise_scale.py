@@ -79,7 +79,12 @@ def _ratio_interval(both: np.ndarray, covariance: np.ndarray, quantile: float) -
 
 
 def t_quantile(freedom: int) -> float:
-    """Return the quantile 0.95 of Student's distribution (Abramowitz and Stegun 26.7.5; 1 % off for 3 degrees)."""
+    """Return the quantile 0.95 of Student's distribution, whose 90 % interval is within plus and minus it.
+
+    Exact for 1 and 2 degrees of freedom, 1 % off for 3, then less (Abramowitz and Stegun 26.7.5).
+    """
+    if freedom <= 2:
+        return math.tan(0.45 * math.pi) if freedom == 1 else 0.9 * math.sqrt(2 / 0.19)
     z, n = _NORMAL, freedom
     return (
         z

@@ -10,7 +10,8 @@ from hvd_train.core.time_account import BUBBLE, PARTS, WAITED
 
 # As PARTS, but a rank's waiting for transfers is divided into ``exchange`` and ``wait`` (for the slowest rank).
 SHOWN = ("input", "compute", "exchange", "wait", "bubble", "save", "evaluate", "start", "rest")
-COUNTED = ("input", "compute", "exchange", "wait", "bubble")  # the time of steps
+COUNTED = ("input", "compute", "exchange", "wait", "bubble")  # what counts as effective time
+IN_STEPS = (*COUNTED, "rest")  # all between two steps, but for checkpoints and evaluations
 # The share of an epoch from which its row shows a part.
 WORTH_A_LOOK = {"input": 0.1, "exchange": 0.1, "wait": 0.1, "bubble": 0.1, "save": 0.2, "evaluate": 0.3, "rest": 0.2}
 WORDS = {"bubble": "wait for stages", "rest": "other"}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from hvd_train.checkpoint import store
 from hvd_train.config import Config
-from hvd_train.errors import ConfigError, amount
+from hvd_train.errors import ConfigError
 from hvd_train.insight import calibration
-from hvd_train.insight.calibration import Placement
+from hvd_train.insight.calibration import Placement, described
 from hvd_train.insight.plan import batch_of_rank
 from hvd_train.insight.prediction import Model
 from hvd_train.run_folder import layout
@@ -47,10 +47,6 @@ def choose(config: Config, resume: str | None, launcher: str) -> tuple[Placement
     others = f" ({', '.join(listed)})" if listed else ", the only one that could be measured"
     batch = chosen[0] * batch_of_rank(config, chosen[0])
     return chosen, f"{described(chosen)}: {rate:,.0f} samples/s{others}; global batch {batch:,.0f}"
-
-
-def described(placement: Placement) -> str:
-    return f"{amount(placement[0], 'rank')} of {amount(placement[1], 'thread')}"
 
 
 def fastest(model: Model) -> Placement:

@@ -229,22 +229,22 @@ def measure(
         if not result.figures and code in MISTAKES:
             break  # the others would fail alike
     result.seconds = time.monotonic() - began
-    for ranks, threads in missing:
-        report(f"{_named(ranks, threads)}: no time was left; --seconds gives more")
+    for placement in missing:
+        report(f"{described(placement)}: no time was left; --seconds gives more")
     if not result.figures:
         reason, code = next(iter(result.problems.values()))
-        error = ConfigError(f"nothing could be measured: {reason}", where=_named(*next(iter(result.problems))))
+        error = ConfigError(f"nothing could be measured: {reason}", where=described(next(iter(result.problems))))
         error.exit_code = code
         raise error
     return result
 
 
-def _named(ranks: int, threads: int) -> str:
-    return f"{amount(ranks, 'rank')} of {amount(threads, 'thread')}"
+def described(placement: Placement) -> str:
+    return f"{amount(placement[0], 'rank')} of {amount(placement[1], 'thread')}"
 
 
 def _outcome(result: Calibration, placement: Placement) -> str:
-    name = _named(*placement)
+    name = described(placement)
     if placement in result.problems:
         return f"{name}: not measured: {result.problems[placement][0]}"
     point = point_of(result.figures[placement][-1], placement)

@@ -51,6 +51,8 @@ def explained(case: Case) -> Iterator[str]:
         began = f"; the start took {min(case.part('start') / allocated, 1):.0%}" if case.recorded.starts == 1 else ""
         began = began or f"; there were {case.recorded.starts} starts"
         yield f"{min(counted / allocated, 1):.0%} of {duration(allocated)} went into steps that count{began}."
+    if case.on_gpu:
+        yield "The ranks compute on GPUs, behind their processes: slow ranks and transfers cannot be told apart here."
     found = findings(case)
     if case.in_steps < BRIEF_SECONDS:
         yield f"The steps took {case.in_steps:.1f} seconds in all: too short to judge. A longer run says more."
@@ -63,26 +65,30 @@ def explained(case: Case) -> Iterator[str]:
 
 def _ranks(case: Case) -> str:
     """Return the table of shares, a row for each rank; of many ranks those that differ most from the mean."""
-    recorded = case.recorded
-    shares = recorded.spent[:, [SHOWN.index(name) for name in SHOWN if name != "start"]]
-    names = [name for name in SHOWN if name != "start"]
-    shares = shares / np.maximum(shares.sum(axis=1, keepdims=True), 1e-12)
-    kept = [k for k in range(len(names)) if shares[:, k].max() >= 0.005]
+    recorded, (names, shares) = case.recorded, _shares(case)
     apart = np.abs(shares - shares.mean(axis=0)).sum(axis=1)
     ranks = sorted(np.argsort(-apart, kind="stable")[:MOST_ROWS].tolist())
     several = len(set(recorded.hosts)) > 1
-    header = ["rank", *["host"] * several, *(WORDS.get(names[k], names[k]) for k in kept)]
+    header = ["rank", *["host"] * several, *(WORDS.get(name, name) for name in names)]
     rows = [
-        [str(rank), *recorded.hosts[rank : rank + 1] * several, *(f"{shares[rank, k]:.1%}" for k in kept)]
-        for rank in ranks
+        [str(rank), *recorded.hosts[rank : rank + 1] * several, *(f"{x:.1%}" for x in shares[rank])] for rank in ranks
     ]
     if recorded.ranks > 1:
-        rows.append(["mean", *[""] * several, *(f"{shares[:, k].mean():.1%}" for k in kept)])
+        rows.append(["mean", *[""] * several, *(f"{x:.1%}" for x in shares.mean(axis=0))])
     return table(header, rows)
 
 
+def _shares(case: Case) -> tuple[list[str], np.ndarray]:
+    """Return the parts that take half a percent of a rank's time or more, and their shares, (ranks, parts)."""
+    names = [name for name in SHOWN if name != "start"]
+    spent = case.recorded.spent[:, [SHOWN.index(name) for name in names]]
+    shares = spent / np.maximum(spent.sum(axis=1, keepdims=True), 1e-12)
+    kept = [k for k in range(len(names)) if shares[:, k].max() >= 0.005]
+    return [names[k] for k in kept], shares[:, kept]
+
+
 def _factors(case: Case) -> str:
-    one = factors(case.recorded) if case.in_lockstep or case.recorded.ranks == 1 else None
+    one = factors(case.recorded) if case.in_lockstep or (case.recorded.ranks == 1 and not case.on_gpu) else None
     if one is None:
         return ""
     return (
@@ -93,10 +99,7 @@ def _factors(case: Case) -> str:
 
 def draw(case: Case, picture: Path) -> None:
     """Draw the shares of each rank's time. Raises CheckpointError if the file cannot be written."""
-    names = [name for name in SHOWN if name != "start"]
-    spent = case.recorded.spent[:, [SHOWN.index(name) for name in names]]
-    shares = spent / np.maximum(spent.sum(axis=1, keepdims=True), 1e-12)
-    kept = [k for k in range(len(names)) if shares[:, k].max() >= 0.005]
-    bars = {case.named([rank]): shares[rank, kept].tolist() for rank in range(case.recorded.ranks)}
-    figure = plots.shares_figure(bars, [names[k] for k in kept])
+    names, shares = _shares(case)
+    bars = {case.named([rank]): shares[rank].tolist() for rank in range(case.recorded.ranks)}
+    figure = plots.shares_figure(bars, names)
     plots.write_figure(figure, picture)

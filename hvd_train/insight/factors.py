@@ -17,7 +17,7 @@ from hvd_train.insight.replay import Replay
 
 @dataclass(frozen=True)
 class Factors:
-    """Each from 0 to 1; 1 is the best. A factor that is not known is None.
+    """Each from 0 to 1; 1 is the best.
 
     ``load_balance``: computing of the mean rank, of that of the rank with most. ``serialization``: that of the rank
     with most, of the sum of the slowest rank's in each cell of steps. ``preparation``: this, of the steps without

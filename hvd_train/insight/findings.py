@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config.modes import ALLREDUCE, EVERY_STEP
+from hvd_train.core.shares import IN_STEPS
 from hvd_train.errors import amount
 from hvd_train.insight.recorded_steps import RecordedSteps
 from hvd_train.insight.replay import Replay
 
-STEPS = ("input", "compute", "exchange", "wait", "bubble", "rest")  # the parts of SHOWN that are within steps
 WORTH = 1.05  # a finding is told from this gain on
 # The shares of the time that checkpoints and evaluations may take.
 SAVE_SHARE, EVALUATE_SHARE = 0.05, 0.1
@@ -64,11 +64,13 @@ class Case:
     ) -> None:
         self.recorded, self.config, self.environment, self.allocation = recorded, config, environment, allocation
         self.replay = Replay(recorded)
-        self.in_steps = float(np.mean(recorded.total(*STEPS)))
+        self.in_steps = float(np.mean(recorded.total(*IN_STEPS)))
         self.seconds = max(self.in_steps + self.part("save", "evaluate"), 1e-9)
         self.step = self.replay.seconds / float(recorded.weights @ recorded.steps)
         every_step = self.setting("exchange.mode", ALLREDUCE) in EVERY_STEP
-        self.in_lockstep = recorded.ranks > 1 and recorded.stages == 1 and every_step
+        # Its process runs ahead of a GPU, so computing counts where it waits.
+        self.on_gpu = environment.get("device") == "cuda"
+        self.in_lockstep = not self.on_gpu and recorded.ranks > 1 and recorded.stages == 1 and every_step
 
     def setting(self, key: str, otherwise: Any) -> Any:
         value = self.config.get(key)
@@ -124,7 +126,8 @@ class Case:
 
 def findings(case: Case) -> list[Finding]:
     """Return what was found, worst first."""
-    found = [one for rule in RULES for one in rule(case)]
+    rules = (_slow_input, _too_often, _memory) if case.on_gpu else RULES
+    found = [one for rule in rules for one in rule(case)]
     worth = [one for one in found if one.gain is None or one.gain >= WORTH]
     return sorted(worth, key=lambda one: -(one.gain or 1.0))
 
@@ -138,7 +141,7 @@ def _slow_input(case: Case) -> Iterator[Finding]:
         evidence = f"{case.named(slow, 'waits')} {_compared(case, input, slow)} for the input of a step"
         cure = f"look at the disk, the network file system and the cores of {case.named(slow)}"
         gain = case.gain(input=case.replay.as_others(input, slow))
-        yield Finding(f"input of {'one rank' if len(slow) == 1 else 'some ranks'}", evidence, cure, gain)
+        yield Finding(f"input of {'one rank' if len(slow) == 1 else 'some ranks'}", evidence, cure, gain, case.on_gpu)
     common = np.delete(input, slow, axis=1)
     if not np.median(r.weights @ common) > 0:
         return
@@ -158,7 +161,7 @@ def _slow_input(case: Case) -> Iterator[Finding]:
     evidence = f"ranks wait for input {case.share(seconds)} of the time, with data.workers: {workers}{disk}"
     cure = f"data.workers: {needed}, if cores are free for them; otherwise {pack}"
     cure = f"the data on a disk of this host, or {pack}; {cure}" if speed >= FROM_DISK else cure
-    yield Finding("input", evidence, cure, case.gain(input=left))
+    yield Finding("input", evidence, cure, case.gain(input=left), at_most=case.on_gpu)
 
 
 def _slow_rank(case: Case) -> Iterator[Finding]:
@@ -216,14 +219,15 @@ def _cores(case: Case) -> Iterator[Finding]:
     if not r.cores or not all(r.cores):
         return
     threads = case.environment.get("threads")
-    threads = threads if isinstance(threads, int) and threads > 0 else 1
+    if not (isinstance(threads, int) and threads > 0 and case.environment.get("device") == "cpu"):
+        threads = 0  # not known, or not what computes
     crowded = None
     for host in dict.fromkeys(r.hosts):
         ranks = [k for k in range(r.ranks) if r.hosts[k] == host]
         cores = {core for k in ranks for core in r.cores[k]}
         if len(cores) < len(ranks):
             crowded = f"{len(ranks)} ranks share {amount(len(cores), 'core')} of {host}"
-        elif len(cores) >= 2 * threads * len(ranks) and case.environment.get("device", "cpu") == "cpu":
+        elif threads and len(cores) >= 2 * threads * len(ranks):
             possible = len(cores) // len(ranks)
             compute = case.replay.compute.copy()
             compute[:, ranks] *= threads / possible

@@ -25,7 +25,8 @@ from hvd_train.report.text_tables import table
 LATENCY = 50e-6  # of a link, if none is given: Ethernet with TCP
 BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-MOST = 1e15  # of what a user gives: counts, bit/s, hours
+MOST_COUNT = 1 << 20  # of ranks or hosts
+MOST = 1e15  # of what a user gives: bit/s, hours
 WORTH = 0.95  # of the step time: another exchange pays below it
 EFFICIENT = 0.8  # of the work of single hosts, down to which more are well used
 LARGER, BETTER = 4, 1.2  # times the batch of a rank that is looked at, and the samples/s from which it is told
@@ -66,8 +67,10 @@ def parse_budget(text: str) -> float:
 def parse_counts(text: str, option: str) -> list[int]:
     """Parse numbers as in ``1,2,4``; return them in order. Raises ConfigError."""
     words = [word.strip() for word in text.split(",")]
-    if not all(re.fullmatch("0*[1-9][0-9]{0,6}", word) for word in words):
-        raise ConfigError("these are no numbers from 1", where=f"{option} {text}", fix=f"give {option} 1,2,4")
+    for word in words:
+        if not re.fullmatch("[0-9]{1,9}", word) or not 0 < int(word) <= MOST_COUNT:
+            what = f"{word!r} is no whole number from 1"
+            raise ConfigError(what, where=f"{option} {text}", fix=f"list them, as in {option} 1,2,4")
     return sorted({int(word) for word in words})
 
 

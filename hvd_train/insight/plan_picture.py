@@ -13,7 +13,7 @@ PREDICTED, MEASURED, REHEARSED, STUDY = "C0", "C3", "C2", "k"
 
 
 def picture(found: Sequence[Row], path: Path, studied: Mapping[int, Sequence[float]] | None = None) -> None:
-    """Draw the rows. ``studied``: samples/s of each run of a study, by ranks."""
+    """Draw the rows of a plan. ``studied``: {number of ranks: samples/s of each run} of a scaling study."""
     figure = new_figure(11, 4.6)
     left, right = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
     _rates(left, found, studied or {})

@@ -1,4 +1,4 @@
-"""Laws of how the speed grows with the number of ranks, fitted to measured samples/s.
+"""Laws of scaling, fitted to samples/s on several numbers of ranks.
 
 The universal scalability law (Gunther 1993) says that N ranks are C(N) = N / (1 + sigma (N-1) + kappa N (N-1)) times as
 fast as one. ``sigma`` is the share of the work that only one rank at a time can do, ``kappa`` what each pair of ranks
@@ -67,7 +67,10 @@ class Fit:
         return _interval([getattr(one, quantity) for one in self.draws]) if self.draws else None
 
     def band(self, ranks: Any) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the interval of samples/s at each number of ranks, as (lower, upper) arrays; None without repeats."""
+        """Return the lower and the upper end of the samples/s that the law gives at each of these numbers of ranks.
+
+        None if no number of ranks was measured twice.
+        """
         if not self.draws:
             return None
         rates = np.array([one.rate(ranks) for one in self.draws])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -106,7 +106,7 @@ def calibrate(config: Config, seconds: float, output: Path, verbose: bool) -> in
 
 
 def _steps(job: Job, seconds: float) -> list[list[Any]]:
-    """Train, and return the calls of all ranks, equally many."""
+    """Train for some seconds; return ``Recorder.calls`` of each rank, cut to the same number of calls."""
     recorder = Recorder(seconds)
     train(job, overwrite=True, hooks=[recorder], quiet=True)
     parts = job.communicator.allgather_bytes(json.dumps(recorder.calls).encode(), "calls")
@@ -245,5 +245,5 @@ def rehearse(config: Config, own: Sequence[float], seconds: float, output: Path,
                 break
         taken = np.diff(ends[1:]).tolist() or np.diff(ends).tolist()
         if job.communicator.rank == 0:
-            files.put(output, json.dumps({"ranks": ranks.size, "steps": taken, "median": median(taken)}).encode())
+            files.put(output, json.dumps({"steps": taken}).encode())
     return 0

@@ -216,11 +216,16 @@ def _phase_of(job: Job, snapshot: Snapshot | None) -> int:
 
 def _rank_check(job: Job) -> list[Hook]:
     """Return the hook that checks whether fewer ranks are faster, if all use the cores of one host."""
-    communicator, config = job.communicator, job.config
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not job.session.module.gpus())
+    communicator = job.communicator
     one_host = communicator.size == communicator.local_size
     several = communicator.size > 1 and not job.session.links  # pipeline stages are used to save memory
-    return [FewerRanksAdvice(job.session.threads)] if on_cpu and one_host and several else []
+    return [FewerRanksAdvice(job.session.threads)] if _device(job) == "cpu" and one_host and several else []
+
+
+def _device(job: Job) -> str:
+    """Return what computes: cpu or cuda."""
+    device = job.config.device
+    return ("cuda" if job.session.module.gpus() else "cpu") if device == "auto" else device
 
 
 def _files(job: Job, compression: str, keeps_memory: bool, hosts: Mapping[str, int]) -> dict[str, Any]:
@@ -229,7 +234,12 @@ def _files(job: Job, compression: str, keeps_memory: bool, hosts: Mapping[str, i
     ``hosts``: the number of ranks of each, in rank order.
     """
     environment = {"versions": versions(job.config), **job.session.settings}
-    environment |= {"hosts": hosts, "compression": compression, "keeps_freed_memory": keeps_memory}
+    environment |= {
+        "device": _device(job),
+        "hosts": hosts,
+        "compression": compression,
+        "keeps_freed_memory": keeps_memory,
+    }
     files: dict[str, Any] = {"config.yaml": resolved_yaml(job.config.resolved()), "environment.json": environment}
     if job.data.vocabulary:
         files[layout.VOCABULARY] = job.data.vocabulary

@@ -10,6 +10,7 @@ from typing import Any
 from hvd_train.config import leaves, load_config
 from hvd_train.errors import CheckpointError, amount
 from hvd_train.files import put
+from hvd_train.insight.plan import WEAK
 from hvd_train.insight.scaling_laws import UNIVERSAL
 from hvd_train.report import plots
 from hvd_train.report.html_page import escaped, heading, shown, table
@@ -18,7 +19,6 @@ from hvd_train.run_folder import safe_reading
 from hvd_train.scaling import pictures, results
 from hvd_train.scaling.points import Measured
 from hvd_train.scaling.runs import WARM
-from hvd_train.scaling.study import WEAK
 from hvd_train.scaling.turns import PRECISE
 
 CAPTIONS = {

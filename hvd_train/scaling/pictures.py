@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.core.shares import IN_STEPS
 from hvd_train.report.plots import FAR, INK, new_figure, set_ticks, share_style
 from hvd_train.scaling.points import Measured, Point
-from hvd_train.scaling.runs import OF_STEPS
 
 WIDTH, HEIGHT = 6.4, 4.2
 BEYOND = 2.0  # laws are drawn up to so many times the largest number of ranks
@@ -83,7 +83,7 @@ def shares(measured: Measured) -> Any:
     axis = figure.add_subplot()
     known = measured.known
     places, below = list(range(len(known))), np.zeros(len(known))
-    for name in OF_STEPS:
+    for name in IN_STEPS:
         heights = np.array([one.shares.get(name, 0.0) for one in known])
         if heights.max() < 0.0005:
             continue
@@ -121,7 +121,7 @@ def hours(measured: Measured) -> Any:
 
 
 def _time_unit(most_hours: float) -> tuple[str, float]:
-    """Return the unit in which such a time is easy to read, and how many of them an hour has."""
+    """Return the unit of time for an axis that ends at ``most_hours``, and how many of these units are an hour."""
     return ("hours", 1.0) if most_hours >= 1 else ("minutes", 60.0) if most_hours >= 1 / 60 else ("seconds", 3600.0)
 
 

@@ -11,6 +11,7 @@ from statistics import median
 
 import numpy as np
 
+from hvd_train.core.noise_scale import t_quantile
 from hvd_train.errors import amount, printable
 from hvd_train.insight.factors import Factors
 from hvd_train.insight.scaling_laws import AMDAHL, UNIVERSAL, Fit, fit, too_few
@@ -18,9 +19,6 @@ from hvd_train.scaling.runs import Run, Training, read, read_training
 from hvd_train.scaling.study import Study
 from hvd_train.sweep.trials import Trial
 
-# Student's factor of a mean's 90 % interval, for 1, 2, ... degrees of freedom; from 16 on it is about NORMAL.
-STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
-NORMAL = 1.70
 EXACT = 0.001  # deviation of a law that goes through all points
 
 
@@ -44,7 +42,7 @@ class Point:
 
     @property
     def rate(self) -> float:
-        """Return samples/s, the median over runs."""
+        """Return the median samples/s of the runs."""
         return median(one.rate for one in self.runs)
 
     @property
@@ -54,7 +52,7 @@ class Point:
         if len(means) < 2:
             return None
         spread = float(np.std(means, ddof=1)) / math.sqrt(len(means))
-        return (STUDENT + (NORMAL,))[min(len(means) - 2, len(STUDENT))] * spread / float(np.mean(means))
+        return t_quantile(len(means) - 1) * spread / float(np.mean(means))
 
     @property
     def shares(self) -> dict[str, float]:

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_train.core.shares import WORDS
+from hvd_train.core.shares import IN_STEPS, WORDS
 from hvd_train.errors import CheckpointError, ConfigError, amount
 from hvd_train.files import put
+from hvd_train.insight.plan import STRONG, WEAK
 from hvd_train.insight.scaling_laws import AMDAHL, Fit
 from hvd_train.report.plots import write_figure
 from hvd_train.report.text_tables import table
 from hvd_train.scaling import pictures
 from hvd_train.scaling.points import EXACT, Measured, Point
-from hvd_train.scaling.runs import OF_STEPS
-from hvd_train.scaling.study import STRONG, WEAK
 
 CSV = "results.csv"
 GOOD = 0.7  # efficiency that is still called good
@@ -39,7 +38,7 @@ def columns(measured: Measured, one: Point) -> dict[str, Any]:
     """Return the values of a point by their names in results.csv; None: not known."""
     row: dict[str, Any] = {"ranks": one.ranks, "global_batch": one.batch, "runs": len(one.runs)}
     names = ["nodes", "cores", "crowded", "step_ms", "step_ms_p95", "step_ms_uncertainty", "samples_per_second"]
-    names += ["speedup", "efficiency", *(f"share_{name}" for name in OF_STEPS), *FACTORS, "hours", "node_hours"]
+    names += ["speedup", "efficiency", *(f"share_{name}" for name in IN_STEPS), *FACTORS, "hours", "node_hours"]
     row |= dict.fromkeys(names)
     if one.runs:
         middle, high = one.milliseconds
@@ -101,7 +100,7 @@ def _ranks(one: Point) -> str:
 
 def shares_table(measured: Measured) -> tuple[list[str], list[list[str]]]:
     """Return (header, rows) as text: the shares of a step's time."""
-    names = [name for name in OF_STEPS if any(one.shares.get(name, 0) >= 0.0005 for one in measured.known)]
+    names = [name for name in IN_STEPS if any(one.shares.get(name, 0) >= 0.0005 for one in measured.known)]
     rows = [[_ranks(one), *(percent(one.shares.get(name), 1) for name in names)] for one in measured.known]
     return ["ranks", *(WORDS.get(name, name) for name in names)], rows
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config.modes import ALLREDUCE, EVERY_STEP
-from hvd_train.core.shares import SHOWN
+from hvd_train.core.shares import IN_STEPS
 from hvd_train.errors import CheckpointError, TrainError
 from hvd_train.insight import recorded_steps
 from hvd_train.insight.factors import Factors, factors
@@ -21,7 +21,6 @@ from hvd_train.scaling.study import Target
 
 WARM = 0.25  # share of the steps at the beginning, when graphs are traced and buffers allocated
 MOST_STEPS = 1 << 20  # of a run that are kept; longer runs keep this many in proportion
-OF_STEPS = ("input", "compute", "exchange", "wait", "bubble", "rest")  # the parts of SHOWN that a step consists of
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,10 @@ def _parts(rows: Sequence[Mapping[str, Any]], warm: float) -> dict[str, list[flo
     """Return the seconds of each rank in each part of a step, after the first ``warm`` steps."""
     before = next((row for row in reversed(rows[:-1]) if row["step"] <= warm), None)
     parts = {}
-    for name in SHOWN:
-        if name in OF_STEPS:
-            end = np.array(rows[-1]["seconds"][name], dtype=float)
-            begin = np.array(before["seconds"][name], dtype=float) if before else np.zeros_like(end)
-            parts[name] = np.maximum(end - begin, 0.0).tolist()
+    for name in IN_STEPS:
+        end = np.array(rows[-1]["seconds"][name], dtype=float)
+        begin = np.array(before["seconds"][name], dtype=float) if before else np.zeros_like(end)
+        parts[name] = np.maximum(end - begin, 0.0).tolist()
     return parts
 
 

@@ -20,6 +20,7 @@ from hvd_train.config import Config, digest, load_config, resolved_yaml
 from hvd_train.config.names import did_you_mean
 from hvd_train.errors import CheckpointError, ConfigError, amount, listing
 from hvd_train.files import content, put
+from hvd_train.insight.plan import MOST_COUNT, STRONG, WEAK
 from hvd_train.mode_comparison.turns import short_training
 from hvd_train.run_folder import layout, lock, safe_reading
 from hvd_train.sweep import array
@@ -28,8 +29,6 @@ from hvd_train.sweep.folder import state as trial_state
 from hvd_train.sweep.trials import Trial
 
 STUDY, BASE = "study.json", "study.yaml"
-STRONG, WEAK = "strong", "weak"
-MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Study:
         return self._trial(short_training(self._data(ranks), steps or self.steps or 0, run_dir), ranks, number)
 
     def pilot(self, steps: int) -> Trial:
-        """Return the run from which the length of the others is chosen."""
+        """Return a first run of ``steps`` steps. Its speed decides how many steps the other runs take."""
         run_dir = self._folder(self.ranks[0]) / "pilot"
         return self._trial(short_training(self._data(self.ranks[0]), steps, run_dir), self.ranks[0], 0)
 
@@ -198,7 +197,7 @@ def load(folder: Path) -> Study:
         values = safe_reading.parsed(content(path))
         target, ranks = values["target"], values["ranks"]
         counts = [*ranks, values["seeds"], *([] if values["steps"] is None else [values["steps"]])]
-        if not ranks or not all(type(n) is int and n > 0 for n in counts) or max(ranks) > MOST_RANKS:
+        if not ranks or not all(type(n) is int and n > 0 for n in counts) or max(ranks) > MOST_COUNT:
             raise ValueError("it names no ranks, or numbers that are none")
         if values["kind"] not in (STRONG, WEAK) or target and not _is_target(*target):
             raise ValueError("it names no kind of study, or another target")
@@ -238,16 +237,6 @@ def discard(trial: Trial) -> None:
         raise CheckpointError("this run is at work", where=str(run_dir), fix=fix)
     if not (run_dir / layout.SUMMARY).exists():
         shutil.rmtree(run_dir, ignore_errors=True)
-
-
-def parse_ranks(text: str) -> tuple[int, ...]:
-    """Parse ``1,2,4,8``. Raises ConfigError."""
-    words = [word.strip() for word in text.split(",")]
-    wrong = [word for word in words if not re.fullmatch("[0-9]{1,9}", word) or not 0 < int(word) <= MOST_RANKS]
-    if wrong:
-        what = f"{wrong[0]!r} is no number of ranks"
-        raise ConfigError(what, where=f"--ranks {text}", fix="list whole numbers from 1, as in 1,2,4,8")
-    return tuple(sorted({int(word) for word in words}))
 
 
 def parse_target(text: str, config: Config) -> Target:

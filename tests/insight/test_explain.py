@@ -166,7 +166,10 @@ def test_what_the_operating_system_knows(tmp_path):
     uneven(late)
     cures = {one.cause: one.cure for one in findings(case(tmp_path / "g", late, usage=usage(queued=[1.0, 1.0])))}
     assert "end the other programs" in cures["shared cores"] and cures["uneven work"].startswith("first cores of your")
-    few = findings(case(tmp_path / "d", parts(1), cores=[list(range(8))]))[0]
+    folder = write(tmp_path / "d", lockstep(*parts(1)), cores=[list(range(8))])
+    assert findings(case_of(folder)) == []  # how many threads compute is not known
+    (folder / "environment.json").write_text('{"threads": 1, "device": "cpu"}')
+    few = findings(case_of(folder))[0]
     assert few.cause == "unused cores" and few.at_most and "1 rank with 1 thread on 8 cores" in few.evidence
     assert few.cure.startswith("threads: 8")
     pages = findings(case(tmp_path / "e", parts(2), usage=usage(faults=[0, 9000])))[-1]
@@ -176,6 +179,19 @@ def test_what_the_operating_system_knows(tmp_path):
     disk = findings(case(tmp_path / "f", reads, usage=usage(read_mb=[500.0, 500.0])))[0]
     assert re.search(r"; [\d,]+ MB/s came from disks", disk.evidence)
     assert disk.cure.startswith("the data on a disk of this host, or pack")
+
+
+def test_on_a_gpu_only_what_the_process_itself_knows_is_told(tmp_path):
+    """It waits for the GPU in the exchange, so nothing is said of transfers, slow ranks and cores."""
+    values = parts(2)
+    slow_loader(values), slow_link(values), slow_rank(values)
+    folder = write(tmp_path, lockstep(*values), cores=[[0, 1, 2, 3]] * 2)
+    (folder / "environment.json").write_text('{"threads": 1, "device": "cuda"}')
+    one = case_of(folder)
+    (found,) = findings(one)
+    assert found.cause == "input" and found.at_most
+    text = "\n".join(explained(one))
+    assert "parallel efficiency" not in text and "The ranks compute on GPUs" in text
 
 
 def test_a_cure_for_the_loader_names_enough_workers(tmp_path):

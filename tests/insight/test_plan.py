@@ -82,8 +82,8 @@ def test_times_budgets_and_counts():
     for wrong in ("0", "many", "5 h", "9" * 400):
         with pytest.raises(ConfigError, match="no node-hours"):
             parse_budget(wrong)
-    for wrong in ("0,1", "1;2", "a", "1.5", "", "\u00b2", "9" * 5000):
-        with pytest.raises(ConfigError, match="no numbers"):
+    for wrong in ("0,1", "1;2", "a", "1.5", "", "1,,2", "-1", "9" * 30, "\u00b2", "9" * 5000):
+        with pytest.raises(ConfigError, match="is no whole number from 1; --hosts .*; list them"):
             parse_counts(wrong, "--hosts")
 
 

@@ -25,7 +25,7 @@ from hvd_train.launch.start import environment
 from hvd_train.run_folder.lock import Lock
 from hvd_train.scaling import page, results, runs, turns
 from hvd_train.scaling.points import measured
-from hvd_train.scaling.study import Study, Target, discard, load, parse_ranks, parse_target, prepare
+from hvd_train.scaling.study import Study, Target, discard, load, parse_target, prepare
 from hvd_train.sweep.folder import LOG, fail
 from tests.limits import SECONDS, until
 from tests.scaling.made_up import write_run, write_training
@@ -84,10 +84,6 @@ def test_batches_that_do_not_divide(tmp_path, ranks, sets, kind, what):
 
 def test_options_that_are_none(tmp_path):
     config = study(tmp_path).config
-    assert parse_ranks("4, 1,2,2") == (1, 2, 4)
-    for text in ("1,x", "0", "", "1,,2", "-1", "9" * 30, "9" * 5000, "\u00b2", "1.0"):
-        with pytest.raises(ConfigError, match="is no number of ranks; --ranks .*; list whole numbers"):
-            parse_ranks(text)
     assert parse_target("val_accuracy=0.97", config) == Target("val_accuracy", 0.97, "max")
     assert parse_target("val_loss=1e-1", config) == Target("val_loss", 0.1, "min")
     for text, what in (
@@ -276,7 +272,7 @@ def test_the_interval_is_that_of_student(tmp_path):
     for k, ms in enumerate((9.0, 10.0, 11.0)):
         write_run(s.short_run(1, k), ms)
     one = measured(s).points[0]
-    assert one.uncertainty == pytest.approx(2.920 * 1.0 / math.sqrt(3) / 10)
+    assert one.uncertainty == pytest.approx(2.920 * 1.0 / math.sqrt(3) / 10, rel=1e-4)
     assert one.rate == pytest.approx(3200) and not turns.precise(one)
     assert replace(one, runs=one.runs[:1]).uncertainty is None
 
@@ -572,7 +568,7 @@ def scale(*words, cwd, code=0):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--ranks", "1,x"], "'x' is no number of ranks; --ranks 1,x"),
+        (["--ranks", "1,x"], "'x' is no whole number from 1; --ranks 1,x"),
         (["--ranks", "1,3"], "cannot be divided over 3 ranks"),
         (["--seeds", "2"], "--seeds repeats trainings to a target; give --target"),
         (["--target", "accuracy=1"], "unknown 'accuracy'; did you mean 'val_accuracy'"),

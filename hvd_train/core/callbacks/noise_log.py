@@ -35,7 +35,11 @@ def missing(training: Training) -> str:
 
 @dataclass
 class Measured:
-    """A step that is measured. ``known``: 1 / small size, 1 / size, 1."""
+    """A step that is measured. ``known``: the reciprocal sizes of its small and its whole batch, and 1 for the step.
+
+    ``factor``: by which the squared norm of the small batch's gradient is multiplied. ``first``: that norm, on the
+    device, if the small batch is the first micro-batch.
+    """
 
     factor: float
     loss_scale: float

@@ -15,7 +15,7 @@ from hvd_train.script.keras.rng import Draws
 
 
 class SharedHooks:
-    """The hooks of a PyDataset around the user's ``_data``: they draw the same random numbers on all ranks."""
+    """Calls the epoch hooks of the user's PyDataset ``_data``. They draw the same random numbers on all ranks."""
 
     _data: Any
     _draws: Draws

@@ -132,7 +132,7 @@ def plan(
             rehearsed[n] = taken
     on_host = sorted({*on_host, *studied})
     found = planning.rows(config, measured, counts, on_host, network, rehearsed, studied)
-    click.echo(planning.text(found, wish, config, measured, network))
+    click.echo(planning.text(found, wish, config, measured, network, counts))
     for file in outputs:
         _write(file, found, measured, studied)
         click.echo(f"written: {file}")

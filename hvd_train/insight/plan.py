@@ -16,7 +16,7 @@ import numpy as np
 
 from hvd_train.config import Config, load_config
 from hvd_train.core.learning_rate import Schedule
-from hvd_train.errors import ConfigError, amount
+from hvd_train.errors import ConfigError, amount, listing
 from hvd_train.insight import scaling_laws
 from hvd_train.insight.calibration import Calibration
 from hvd_train.insight.prediction import LEVEL_Z, PAYLOAD, Compressed, Link, Model, Prediction
@@ -261,11 +261,20 @@ def brief(hours: float) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
-def text(found: Sequence[Row], wish: Wish, config: Config, calibration: Calibration, link: Link | None = None) -> str:
-    """Return the table, and what follows from it."""
+def text(
+    found: Sequence[Row],
+    wish: Wish,
+    config: Config,
+    calibration: Calibration,
+    link: Link | None = None,
+    hosts: Sequence[int] = (),
+) -> str:
+    """Return the table, and what follows from it. ``hosts``: the numbers of hosts that were asked for."""
     lines = [table(HEADER, [cells(row) for row in found]), "", choice(found, wish)]
     if not calibration.model(config.exchange.compression).knows_exchange:
         lines.append("no exchange could be measured, so more ranks are not predicted")
+    elif left_out := sorted({*hosts} - {row.at.hosts for row in found}):
+        lines.append(f"not planned: {listing(left_out)} hosts, whose ranks are more than the samples of a step or of the data")
     lines += [*findings(found, config, calibration, link), *against_study(found)]
     runs = sum(map(len, calibration.figures.values()))
     lines.append(

@@ -16,7 +16,7 @@ from hvd_train.config import digest, load_config, resolved_yaml
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.files import content as content_of
 from hvd_train.files import put
-from hvd_train.run_folder import safe_reading
+from hvd_train.run_folder import layout, safe_reading
 from hvd_train.sweep.rungs import Rung
 from hvd_train.sweep.trials import Trial
 
@@ -67,6 +67,12 @@ def begin(sweep: Sweep, resume: bool) -> None:
         if path.exists():
             fix = "--resume runs what is missing; or give another --run-dir"
             raise ConfigError("the folder holds a sweep already", where=str(sweep.folder), fix=fix)
+        if layout.holds_run(sweep.folder):
+            raise ConfigError(
+                "the folder holds a run",
+                where=str(sweep.folder),
+                fix="give the sweep a folder of its own: another --run-dir",
+            )
         # The plan is written last, so a folder with a plan has all trials.
         for trial in sweep.trials:
             run_dir = Path(trial.config.run_dir)

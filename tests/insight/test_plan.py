@@ -135,6 +135,14 @@ def test_rows_of_a_host_are_what_was_measured_and_hosts_have_the_faster_placemen
     assert rows[4].node_hours == pytest.approx(4 * rows[4].hours(rows[4].at.step))
 
 
+def test_hosts_that_a_step_has_too_few_samples_for_are_named():
+    link, asked = parse_link("10gbit"), [1, 2, 10**6]
+    rows = plan.rows(CONFIG, calibrated(), asked, (), link)
+    told = plan.text(rows, Wish(), CONFIG, calibrated(), link, asked)
+    assert "not planned: 1000000 hosts, whose ranks are more than the samples of a step or of the data" in told
+    assert "not planned" not in plan.text(rows, Wish(), CONFIG, calibrated(), link, [1, 2])
+
+
 def test_ranks_that_were_not_measured_are_predicted_and_marked():
     rows = plan.rows(CONFIG, calibrated(), ranks=[1, 2, 4])
     assert rows[-1].at.ranks == 4 and rows[-1].source == "predicted" and rows[-1].at.shared

@@ -98,6 +98,14 @@ def finished(trial, **summary):
     (run_dir / "summary.json").write_text(json.dumps(summary | {"samples_per_second": 1000.0}))
 
 
+def test_a_sweep_does_not_begin_in_the_folder_of_a_run(tmp_path):
+    trials = planned("optim.lr=0.1,0.01", folder=tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"event": "train"}\n')
+    with pytest.raises(ConfigError, match="the folder holds a run; .*; give the sweep a folder of its own"):
+        sweeps.begin(sweeps.Sweep(tmp_path, trials, ladder(trials, None)), resume=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
 def test_results(tmp_path):
     trials = planned("optim.lr=0.1,0.01,0.001", folder=tmp_path)
     sweep = sweeps.Sweep(tmp_path, trials, ladder(trials, None))

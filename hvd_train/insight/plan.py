@@ -274,7 +274,9 @@ def text(
     if not calibration.model(config.exchange.compression).knows_exchange:
         lines.append("no exchange could be measured, so more ranks are not predicted")
     elif left_out := sorted({*hosts} - {row.at.hosts for row in found}):
-        lines.append(f"not planned: {listing(left_out)} hosts, whose ranks are more than the samples of a step or of the data")
+        lines.append(
+            f"not planned: {listing(left_out)} hosts, whose ranks are more than the samples of a step or of the data"
+        )
     lines += [*findings(found, config, calibration, link), *against_study(found)]
     runs = sum(map(len, calibration.figures.values()))
     lines.append(

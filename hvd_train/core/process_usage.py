@@ -10,33 +10,53 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-# Of USAGE: seconds on cores; seconds in which a thread could have run and no core was free; page faults that had to
-# read from a disk; MB read from disks.
-USAGE = ("cpu", "queued", "faults", "read_mb")
-THREADS_SECONDS = 5.0  # between readings of all threads: 10 us each
-TASKS, IO = Path("/proc/self/task"), Path("/proc/self/io")
+# Of USAGE: seconds in all; seconds of this process and its children on cores; seconds in which a thread could have run
+# and no core was free; seconds in which this process's cores were busy, whoever used them, their sum; page faults that
+# had to read from a disk; MB read from disks.
+USAGE = ("elapsed", "cpu", "queued", "busy", "faults", "read_mb")
+READ_SHARE = 0.001  # of the time that reading the figures may take: many threads and cores take milliseconds
+TASKS, IO, CORES = Path("/proc/self/task"), Path("/proc/self/io"), Path("/proc/stat")
+TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 
 
 class ProcessUsage:
-    """The figures of USAGE for this process, since the object was made. None: the system does not tell."""
+    """The figures of USAGE for this process, since ``begin``. None: the system does not tell."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._read_at = clock, clock()
-        self._queued = _queued_seconds()
-        self._first = self._figures()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._first: list[float | None] | None = None
 
-    def read(self) -> list[float | None]:
-        """Return the figures, one for each of USAGE."""
-        if self._clock() - self._read_at >= THREADS_SECONDS:
-            self._read_at = self._clock()
-            # Threads that have ended took their seconds with them.
-            self._queued = _larger(self._queued, _queued_seconds())
-        pairs = zip(self._figures(), self._first, strict=True)
+    def begin(self) -> None:
+        """Begin to count, if it has not begun."""
+        if self._first is None:
+            self._first = self._last = self._figures()
+
+    def read(self, last: bool = False) -> list[float | None]:
+        """Return the figures, one for each of USAGE; None before they are read again.
+
+        They may be those of a short time ago, but not if they are the ``last`` ones.
+        """
+        if self._first is None:
+            return [None] * len(USAGE)
+        if last or self._clock() >= self._next:
+            now = self._figures()
+            # Threads and children that have ended took their seconds with them.
+            now[1:3] = [_larger(a, b) for a, b in zip(self._last[1:3], now[1:3], strict=True)]
+            self._last = now
+        if self._last is self._first:
+            return [None] * len(USAGE)
+        pairs = zip(self._last, self._first, strict=True)
         return [None if now is None or first is None else round(now - first, 3) for now, first in pairs]
 
     def _figures(self) -> list[float | None]:
+        began = self._clock()
         used = resource.getrusage(resource.RUSAGE_SELF)
-        return [used.ru_utime + used.ru_stime, self._queued, used.ru_majflt, _read_mb()]
+        queued, children = _threads()
+        cpu = used.ru_utime + used.ru_stime + children
+        figures = [began, cpu, queued, _busy_seconds(), used.ru_majflt, _read_mb()]
+        ended = self._clock()
+        self._next = ended + (ended - began) / READ_SHARE
+        return figures
 
 
 def place() -> tuple[str, list[int]]:
@@ -44,17 +64,38 @@ def place() -> tuple[str, list[int]]:
     return socket.gethostname(), sorted(os.sched_getaffinity(0))
 
 
-def _queued_seconds() -> float | None:
-    """Return the seconds in which threads of this process waited for a core."""
-    total, known = 0, False
+def _threads() -> tuple[float | None, float]:
+    """Return the seconds in which threads of this process waited for a core, and those of its children on cores."""
+    total, known, children = 0, False, 0.0
     for thread in os.listdir(TASKS):
-        try:
-            with open(TASKS / thread / "schedstat", "rb") as stream:
-                total += int(stream.read().split()[1])
-                known = True
-        except OSError:  # it has ended, or the kernel keeps no such figures
-            continue
-    return total / 1e9 if known else None
+        with suppress(OSError, ValueError, IndexError):  # it has ended, or the kernel keeps no such figures
+            total += int((TASKS / thread / "schedstat").read_bytes().split()[1])
+            known = True
+        with suppress(OSError, ValueError):
+            children += sum(_child_seconds(pid) for pid in (TASKS / thread / "children").read_text().split())
+    return (total / 1e9 if known else None), children
+
+
+def _child_seconds(pid: str) -> float:
+    with suppress(OSError, ValueError, IndexError):
+        # Its name, in brackets, may hold spaces. User and system time, and those of its own children that have ended.
+        fields = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) * TICK
+    return 0.0
+
+
+def _busy_seconds() -> float | None:
+    """Return the seconds in which the cores of this process were busy, their sum."""
+    own, total = {f"cpu{core}" for core in os.sched_getaffinity(0)}, 0
+    with suppress(OSError, ValueError):
+        for line in CORES.read_text().splitlines():
+            name, *fields = line.split()
+            if name in own:
+                own.remove(name)
+                user, nice, system, _idle, _disk, *others = map(int, fields[:8])
+                total += user + nice + system + sum(others)
+        return None if own else total * TICK
+    return None
 
 
 def _larger(one: float | None, other: float | None) -> float | None:

@@ -92,15 +92,16 @@ class Saver(Hook):
         training, rule = self._training, self._training.config.checkpoint
         if not (rule.save_last or rule.save_top_k or keep or memory):
             return
-        self.wait()  # one at a time
-        try:
-            with training.time.within(SAVE), self._weight_check.global_weights(training):
-                training.stop_source.at("saving", training.progress.step)
-                train_state.save(training, metrics, self.writer, keep=keep, memory=memory)
-        except NonFiniteError as error:
-            self.roll_back(error)
-            return
-        self._time_log.saved(training)
+        with training.time.within(SAVE):
+            self.wait()  # one at a time
+            try:
+                with self._weight_check.global_weights(training):
+                    training.stop_source.at("saving", training.progress.step)
+                    train_state.save(training, metrics, self.writer, keep=keep, memory=memory)
+            except NonFiniteError as error:
+                self.roll_back(error)
+                return
+            self._time_log.saved(training)
         self._last, self._rolled_back, self._metrics = self.writer.path, 0, metrics
         self._saved = not memory and (rule.save_last or keep)  # otherwise it may not be kept
 
@@ -123,7 +124,8 @@ class Saver(Hook):
         path, self.writer.path = self.writer.path, None
         raise_if_failed(outcome)
         if path and path.parent == self._training.folder and outcome != NOT_KEPT:
-            self._announce(path)
+            with self._training.time.within(SAVE):
+                self._announce(path)
 
     # ---- back
 

@@ -36,6 +36,7 @@ class StopSync(Hook):
         self._usage = ProcessUsage()
 
     def on_step_end(self, trainer: Training, info: StepInfo) -> None:
+        self._usage.begin()  # not before the first step has run
         if info.due.sync:
             # A request to stop waits for a log line, because the end of a run must not depend on clocks.
             self._sync_all(trainer.stop_reason if info.due.log else "", info.due.times or self._time_log.lost)
@@ -68,14 +69,14 @@ class StopSync(Hook):
 
     def last(self, training: Training) -> dict[str, float]:
         """Exchange the time since the last sync at the end of the training; return the summary of times."""
-        parts = training.communicator.allgather_bytes(json.dumps(self.window()).encode(), "time")
+        parts = training.communicator.allgather_bytes(json.dumps(self.window(last=True)).encode(), "time")
         self._time_log.add(training, [json.loads(part) for part in parts])
         self._time_log.write(training)
         return self._time_log.summary(training)
 
-    def window(self) -> list[Any]:
+    def window(self, last: bool = False) -> list[Any]:
         """Return the time since the last sync (``TimeAccount.window``), and what the system knows of this rank."""
-        process = {"usage": self._usage.read(), "sync": self.turns.fastest}
+        process = {"usage": self._usage.read(last), "sync": self.turns.fastest}
         # Once, because a list of many cores is longer than the rest.
         process |= {} if self._time_log.placed else {"place": place()}
         return [*self._training.time.window(), process]

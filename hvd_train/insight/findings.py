@@ -19,7 +19,7 @@ WORTH = 1.05  # a finding is told from this gain on
 # The shares of the time that checkpoints and evaluations may take.
 SAVE_SHARE, EVALUATE_SHARE = 0.05, 0.1
 SAVE_FROM, EVALUATE_FROM = 0.1, 0.25  # from which they are told
-QUEUED = 0.15  # of the time that a rank's threads could run, they waited for a core
+LOST = 0.05  # of a rank's time, which other programs took from it
 STEADY = 0.7  # of what a rank has more than the others in some steps, it has not less in other steps
 FROM_DISK = 10.0  # MB/s of all ranks, from which a disk is to blame
 MOST_WORKERS = 64
@@ -32,20 +32,20 @@ OWN_CORES = "end the other programs, or use cores of your own (Slurm: hvd-train 
 class Finding:
     """``cause``: one word or a few. ``evidence``: a sentence. ``cure``: what to do.
 
-    ``gain``: how many times as fast the run would be, None: not known. ``at_most``: it is an upper bound.
+    ``gain``: how many times as fast the run would be, None: not known. ``bound``: "at most", "at least" or "".
     """
 
     cause: str
     evidence: str
     cure: str
     gain: float | None
-    at_most: bool = False
+    bound: str = ""
 
     @property
     def gain_words(self) -> str:
         if self.gain is None:
             return ""
-        return f"{'at most ' * self.at_most}{self.gain:.2f} times as fast"
+        return f"{self.bound} {self.gain:.2f} times as fast".lstrip()
 
 
 class Case:
@@ -114,14 +114,54 @@ class Case:
         words += f" (host {', '.join(on)})" if on else ""
         return f"{words} {verb if len(ranks) == 1 else verb.removesuffix('s')}".rstrip()
 
-    def queued_share(self) -> np.ndarray | None:
-        """Return the share of the time that each rank's threads could run in which no core was free; (ranks,)."""
-        queued, ran = (self.recorded.usage.get(name, ()) for name in ("queued", "cpu"))
-        if not queued or None in queued or None in ran:
+    def lost(self) -> np.ndarray | None:
+        """Return the seconds that other programs, or other ranks, took each rank's cores from it, (ranks,).
+
+        They are those in which its threads waited for a core, but no more than others used its cores: threads of a rank
+        also wait for one another. None: not known.
+        """
+        r = self.recorded
+        figures = [r.usage.get(name) or (None,) for name in ("elapsed", "cpu", "queued", "busy")]
+        if not r.cores or not all(r.cores) or any(None in one for one in figures):
             return None
-        waited, used = np.array(queued, dtype=float), np.array(ran, dtype=float)
-        shares: np.ndarray = waited / np.maximum(waited + used, 1e-9)
-        return shares
+        elapsed, used, queued, busy = (np.array(one, dtype=float) for one in figures)
+        lost = np.zeros(r.ranks)
+        for ranks in self.crowds():
+            own = set(r.cores[ranks[0]])
+            if any(set(r.cores[k]) != own for k in ranks):
+                continue  # they share some cores, and it is not known how busy each is
+            others = busy[ranks].mean() - used[ranks].sum()
+            others += (used[ranks].sum() - used[ranks]) * (len(ranks) > len(own))
+            lost[ranks] = np.minimum(queued[ranks], others) / np.maximum(elapsed[ranks], 1e-9)
+        return self.seconds * np.clip(lost, 0, 1)
+
+    def crowds(self) -> list[list[int]]:
+        """Return the ranks that have cores in common, as groups."""
+        r, groups = self.recorded, dict[tuple[str, int], list[int]]()
+        for rank, (host, cores) in enumerate(zip(r.hosts, r.cores, strict=True)):
+            joined = sorted({k for core in cores for k in groups.get((host, core), ())} | {rank})
+            groups |= {(host, core): joined for k in joined for core in r.cores[k]}
+        return list({tuple(one): one for one in groups.values()}.values())
+
+    def without_loss(self, lost: np.ndarray, ranks: Sequence[int], like_others: bool = False) -> dict[str, np.ndarray]:
+        """Return the terms of the replay if these ranks had not lost their seconds (ranks,).
+
+        ``like_others``: they compute as the median of the others. What else they have lost, they lost while exchanging.
+        """
+        replay, compute = self.replay, self.replay.compute.copy()
+        if like_others:
+            compute = replay.as_others(compute, ranks)
+        else:
+            both = np.maximum(self.of_rank(replay.own + replay.exchange[:, None]), 1e-9)
+            compute[:, ranks] *= np.clip(1 - lost / both, 0, 1)[ranks]
+        left = lost - self.of_rank(replay.compute - compute)
+        share = max(0.0, left[ranks].max()) / max(self.recorded.weights @ replay.exchange, 1e-9)
+        return {"compute": compute, "exchange": np.maximum(replay.exchange * (1 - share), self.least_exchange())}
+
+    def least_exchange(self) -> np.ndarray:
+        """Return the seconds that an exchange of few bytes takes, as the ranks do at each sync; (cells,)."""
+        least: np.ndarray = np.minimum(self.replay.exchange, (self.recorded.sync or 0.0) * self.recorded.steps)
+        return least
 
 
 def findings(case: Case) -> list[Finding]:
@@ -129,19 +169,20 @@ def findings(case: Case) -> list[Finding]:
     rules = (_slow_input, _too_often, _memory) if case.on_gpu else RULES
     found = [one for rule in rules for one in rule(case)]
     worth = [one for one in found if one.gain is None or one.gain >= WORTH]
-    return sorted(worth, key=lambda one: -(one.gain or 1.0))
+    # What is at most so much counts less, as the geometric mean of nothing and that.
+    return sorted(worth, key=lambda one: -((one.gain or 1.0) ** (0.5 if one.bound == "at most" else 1.0)))
 
 
 def _slow_input(case: Case) -> Iterator[Finding]:
     """All ranks wait for input; or some of them do."""
-    input, r = case.replay.input, case.recorded
+    input, r, bound = case.replay.input, case.recorded, "at most" * case.on_gpu
     # A loader goes on while its rank waits for another one, so equally slow ones differ.
     slow = _outliers(case, input, times=2.0)
     if slow:
         evidence = f"{case.named(slow, 'waits')} {_compared(case, input, slow)} for the input of a step"
         cure = f"look at the disk, the network file system and the cores of {case.named(slow)}"
         gain = case.gain(input=case.replay.as_others(input, slow))
-        yield Finding(f"input of {'one rank' if len(slow) == 1 else 'some ranks'}", evidence, cure, gain, case.on_gpu)
+        yield Finding(f"input of {'one rank' if len(slow) == 1 else 'some ranks'}", evidence, cure, gain, bound)
     common = np.delete(input, slow, axis=1)
     if not np.median(r.weights @ common) > 0:
         return
@@ -161,7 +202,7 @@ def _slow_input(case: Case) -> Iterator[Finding]:
     evidence = f"ranks wait for input {case.share(seconds)} of the time, with data.workers: {workers}{disk}"
     cure = f"data.workers: {needed}, if cores are free for them; otherwise {pack}"
     cure = f"the data on a disk of this host, or {pack}; {cure}" if speed >= FROM_DISK else cure
-    yield Finding("input", evidence, cure, case.gain(input=left), at_most=case.on_gpu)
+    yield Finding("input", evidence, cure, case.gain(input=left), bound)
 
 
 def _slow_rank(case: Case) -> Iterator[Finding]:
@@ -172,15 +213,16 @@ def _slow_rank(case: Case) -> Iterator[Finding]:
         return
     evidence = f"{case.named(slow, 'computes')} {_compared(case, compute, slow)} a step"
     cure = "hvd-train doctor there: a slower core, GPU or host, which may be left out; or code that only they run"
-    queued = case.queued_share()
+    lost, changes = case.lost(), {"compute": case.replay.as_others(compute, slow)}
     fewest = min((len(r.cores[k]) for k in range(r.ranks) if k not in slow), default=0) if r.cores else 0
-    if queued is not None and min(queued[slow]) >= max(QUEUED, 2 * np.median(np.delete(queued, slow))):
-        evidence += f"; in {np.mean(queued[slow]):.0%} of the time that it could run, no core was free"
+    if lost is not None and min(lost[slow]) >= LOST * case.seconds:
+        evidence += f"; others had its core for {case.share(np.mean(lost[slow]))} of the time while it could have run"
         cure = f"end other programs on the cores of {case.named(slow)}, or bind each rank to cores of its own"
+        changes = case.without_loss(lost, slow, like_others=True)
     elif fewest and max(len(r.cores[k]) for k in slow) < fewest:
         evidence += f"; on {amount(len(r.cores[slow[0]]), 'core')}, fewer than the others"
         cure = "give each rank as many cores"
-    gain = case.gain(compute=case.replay.as_others(compute, slow))
+    gain = case.gain(**changes)
     yield Finding("slow rank" if len(slow) == 1 else "slow ranks", evidence, cure, gain)
 
 
@@ -215,7 +257,7 @@ def _outliers(case: Case, values: np.ndarray, times: float = 1.0) -> list[int]:
 
 def _cores(case: Case) -> Iterator[Finding]:
     """Ranks, or other programs, share cores; or cores are not used."""
-    r, queued = case.recorded, case.queued_share()
+    r, lost = case.recorded, case.lost()
     if not r.cores or not all(r.cores):
         return
     threads = case.environment.get("threads")
@@ -233,15 +275,14 @@ def _cores(case: Case) -> Iterator[Finding]:
             compute[:, ranks] *= threads / possible
             evidence = f"{amount(len(ranks), 'rank')} with {amount(threads, 'thread')} on {len(cores)} cores of {host}"
             cure = f"threads: {possible}, or more ranks; 'hvd-train scale' measures both"
-            yield Finding("unused cores", evidence, cure, case.gain(compute=compute), at_most=True)
+            yield Finding("unused cores", evidence, cure, case.gain(compute=compute), "at most")
             break
-    if queued is None:
+    if lost is None or np.median(lost) < LOST * case.seconds or _outliers(case, case.replay.compute):
         return
-    if crowded or (np.median(queued) >= QUEUED and not _outliers(case, case.replay.compute)):
-        evidence = crowded or "other programs use the cores of these ranks"
-        evidence += f"; in {np.median(queued):.0%} of the time that a rank could run, no core was free"
-        cure = "a core for each rank: fewer ranks, or ask for more cores" if crowded else OWN_CORES
-        yield Finding("shared cores", evidence, cure, case.gain(compute=case.replay.compute * (1 - queued)))
+    evidence = crowded or "other programs use the cores of these ranks"
+    evidence += f", which took {case.share(np.median(lost))} of a rank's time while it could have run"
+    cure = "a core for each rank: fewer ranks, or ask for more cores" if crowded else OWN_CORES
+    yield Finding("shared cores", evidence, cure, case.gain(**case.without_loss(lost, range(r.ranks))))
 
 
 def _exchange(case: Case) -> Iterator[Finding]:
@@ -249,8 +290,7 @@ def _exchange(case: Case) -> Iterator[Finding]:
     r, exchange = case.recorded, case.replay.exchange
     if r.ranks == 1 or r.stages > 1:
         return
-    # What an exchange of few bytes takes, as the ranks do at each sync.
-    least = np.minimum(exchange, (r.sync or 0.0) * r.steps)
+    least = case.least_exchange()
     taken = float(case.per_step(exchange))
     size = r.gradient_bytes
     of_size = f"{size / 1e6:,.1f} MB" if size and size >= 1e5 else f"{(size or 0) / 1e3:,.1f} kB"
@@ -268,7 +308,7 @@ def _exchange(case: Case) -> Iterator[Finding]:
         cure = f"exchange.compression: auto, which measures whether {compression} or none is faster; {cure}"
     few = float(case.per_step(least))
     few_words = f"; {few:,.1f} ms of it would remain with the fewest bytes" if few >= 0.05 * taken else ""
-    yield Finding("exchange", evidence + bytes_words + few_words, cure, case.gain(exchange=least), at_most=True)
+    yield Finding("exchange", evidence + bytes_words + few_words, cure, case.gain(exchange=least), "at most")
 
 
 def _short_steps(case: Case) -> Iterator[Finding]:
@@ -282,7 +322,7 @@ def _short_steps(case: Case) -> Iterator[Finding]:
     fixed = float(case.per_step(replay.exchange) + case.per_step(replay.rest).max())
     evidence = f"a step takes {1000 * case.step:,.2f} ms{size}, {fixed:,.2f} ms of it for each batch, however small"
     cure = "a batch twice as large, with a learning rate to match"
-    yield Finding("small batches", evidence, cure, half)
+    yield Finding("small batches", evidence, cure, half, "at least")
 
 
 def _rest(case: Case) -> Iterator[Finding]:
@@ -309,10 +349,10 @@ def _uneven_work(case: Case) -> Iterator[Finding]:
     slowest, mean = case.per_step(compute.max(axis=1)), case.per_step(compute.mean(axis=1))
     evidence = f"the slowest rank of a step, another one each time, computes {slowest:,.1f} ms, the mean {mean:,.1f} ms"
     cure = "samples of similar length in a batch (data.lengths), or equal work for each sample"
-    queued = case.queued_share()
-    if queued is not None and np.median(queued) >= QUEUED:
+    lost = case.lost()
+    if lost is not None and np.median(lost) >= LOST * case.seconds:
         cure = f"first cores of your own, since programs on shared cores delay one rank, then another; {cure}"
-    yield Finding("uneven work", evidence, cure, case.gain(compute=even), at_most=True)
+    yield Finding("uneven work", evidence, cure, case.gain(compute=even), "at most")
 
 
 def _too_often(case: Case) -> Iterator[Finding]:
@@ -332,7 +372,10 @@ def _too_often(case: Case) -> Iterator[Finding]:
         times = min(times, 100)
         evidence = f"{name} take {case.share(seconds)} of the time, with {key}: {now}"
         slow = "; a faster disk" if part == "save" else "; or limit_val_batches"
-        yield Finding(name, evidence, f"{key}: {times * now}{slow}", case.without(seconds * (1 - 1 / times)))
+        gain = case.without(seconds * (1 - 1 / times))
+        # A checkpoint that is written in the background slows down the steps, too.
+        bound = "at least" * (part == "save")
+        yield Finding(name, evidence, f"{key}: {times * now}{slow}", gain, bound)
 
 
 def _stages(case: Case) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import pytest
 from hvd_train.checkpoint.manifest import Progress
 from hvd_train.core.callbacks.time_log import TimeLog
 from hvd_train.core.hooks import Hook
+from hvd_train.core.process_usage import USAGE
 from hvd_train.core.shares import SHOWN
 from hvd_train.core.time_account import COMPUTE, IN_CELL, INPUT
 from hvd_train.errors import Interrupted
@@ -147,7 +148,7 @@ def test_steps_that_were_skipped_or_rolled_back_do_not_count():
     progress = Progress()
     training = SimpleNamespace(progress=progress, groups=SimpleNamespace(links=None), log=NullLog())
     training.frontend = SimpleNamespace(specs=list)
-    process = {"usage": [0.0] * 4, "place": ["host", [0]], "sync": 0.0}
+    process = {"usage": [0.0] * len(USAGE), "place": ["host", [0]], "sync": 0.0}
     window = [10, [4 * 10**9, 14 * 10**9, 10**9, 10**9, 0, 0, 2 * 10**9, 0], 1 << 20, [], process]
     log = TimeLog(2)
     log.add(training, [window, window])
@@ -177,7 +178,7 @@ def test_ranks_that_take_different_numbers_of_steps_in_a_window_share_them():
     log, steps = TimeLog(2), SimpleNamespace(ranks=lambda row: None, steps=written.append)
     training = SimpleNamespace(progress=Progress(), groups=SimpleNamespace(links=None), log=steps)
     training.frontend = SimpleNamespace(specs=list)
-    process = {"usage": [0.0] * 4, "place": ["host", [0]], "sync": 0.0}
+    process = {"usage": [0.0] * len(USAGE), "place": ["host", [0]], "sync": 0.0}
     for pair in ((4, 1), (0, 3), (2, 5), (6, 3)):
         log.add(training, [[one, [10**9] * 8, 1 << 20, [1] * 4 * one, process] for one in pair])
     assert sum(row["steps"] for row in written) == 12

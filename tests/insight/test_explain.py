@@ -148,29 +148,35 @@ def test_what_is_done_too_often(tmp_path, part, config, cause, cure, rarer):
 
 def usage(**figures):
     ranks = len(next(iter(figures.values())))
-    return {"cpu": [2.0] * ranks, "queued": [0.0] * ranks, "faults": [0] * ranks, "read_mb": [0.0] * ranks} | figures
+    known = {"elapsed": 2.0, "cpu": 1.0, "queued": 0.0, "busy": 1.0, "faults": 0, "read_mb": 0.0}
+    return {name: [value] * ranks for name, value in known.items()} | figures
 
 
 def test_what_the_operating_system_knows(tmp_path):
     busy = parts(3)
     slow_rank(busy)
-    other = case(tmp_path / "a", busy, usage=usage(queued=[0.0, 1.0, 0.0]))
-    assert "in 33% of the time that it could run, no core was free" in findings(other)[0].evidence
-    crowded = case(tmp_path / "b", parts(2), usage=usage(queued=[2.0, 2.0]), cores=[[0], [0]])
+    other = case(tmp_path / "a", busy, usage=usage(queued=[0.0, 1.0, 0.0], busy=[1.0, 1.8, 1.0]))
+    assert "others had its core for 40% of the time while it could have run" in findings(other)[0].evidence
+    alone = case(tmp_path / "h", busy, usage=usage(queued=[0.0, 1.0, 0.0]))  # its threads wait for one another
+    assert "others" not in findings(alone)[0].evidence.partition("the others")[2]
+    crowded = case(tmp_path / "b", parts(2), usage=usage(queued=[1.1, 1.1], busy=[2.0, 2.0]), cores=[[0], [0]])
     first = findings(crowded)[0]
-    assert first.cause == "shared cores" and "2 ranks share 1 core of one" in first.evidence
-    assert first.gain == pytest.approx(1.9, abs=0.1)
-    beside = findings(case(tmp_path / "c", parts(2), usage=usage(queued=[1.0, 1.0])))[0]
+    assert first.cause == "shared cores" and "2 ranks share 1 core of one, which took 50%" in first.evidence
+    assert first.gain == pytest.approx(2.0, abs=0.1)
+    taken = usage(queued=[1.0, 1.0], busy=[1.5, 1.5])
+    beside = findings(case(tmp_path / "c", parts(2), usage=taken))[0]
     assert beside.cause == "shared cores" and "other programs use the cores" in beside.evidence
+    together = case(tmp_path / "i", parts(2), usage=usage(queued=[1.0, 1.0], busy=[2.5, 2.5]), cores=[[0, 1], [0, 1]])
+    assert together.lost() == pytest.approx([together.seconds / 4] * 2)
     late = parts(2)
     uneven(late)
-    cures = {one.cause: one.cure for one in findings(case(tmp_path / "g", late, usage=usage(queued=[1.0, 1.0])))}
+    cures = {one.cause: one.cure for one in findings(case(tmp_path / "g", late, usage=taken))}
     assert "end the other programs" in cures["shared cores"] and cures["uneven work"].startswith("first cores of your")
     folder = write(tmp_path / "d", lockstep(*parts(1)), cores=[list(range(8))])
     assert findings(case_of(folder)) == []  # how many threads compute is not known
     (folder / "environment.json").write_text('{"threads": 1, "device": "cpu"}')
     few = findings(case_of(folder))[0]
-    assert few.cause == "unused cores" and few.at_most and "1 rank with 1 thread on 8 cores" in few.evidence
+    assert few.cause == "unused cores" and few.bound == "at most" and "1 rank with 1 thread on 8 cores" in few.evidence
     assert few.cure.startswith("threads: 8")
     pages = findings(case(tmp_path / "e", parts(2), usage=usage(faults=[0, 9000])))[-1]
     assert pages.cause == "memory" and pages.gain is None and "rank 1 reads" in pages.evidence
@@ -189,7 +195,7 @@ def test_on_a_gpu_only_what_the_process_itself_knows_is_told(tmp_path):
     (folder / "environment.json").write_text('{"threads": 1, "device": "cuda"}')
     one = case_of(folder)
     (found,) = findings(one)
-    assert found.cause == "input" and found.at_most
+    assert found.cause == "input" and found.bound == "at most"
     text = "\n".join(explained(one))
     assert "parallel efficiency" not in text and "The ranks compute on GPUs" in text
 
@@ -322,7 +328,7 @@ def changed(folder, **changes):
     [
         {"ranks": None}, {"ranks": {"hosts": ["a"]}}, {"ranks": {"hosts": [["a"], {}], "cores": [[[0]], [None]]}},
         {"ranks": {"stages": 0, "gradient_bytes": -1}}, {"steps": {"of_windows": 1e300}}, {"steps": {"of_windows": 0}},
-        {"steps": {"usage": {"queued": [-1e300, 1], "cpu": [1e300, 0]}}}, {"steps": {"usage": [], "sync": -1}},
+        {"steps": {"usage": {"queued": [-1e300, 1], "busy": [1e300, 0]}}}, {"steps": {"usage": [], "sync": -1}},
     ],
 )  # fmt: skip
 def test_rows_that_lack_something_or_hold_something_else(tmp_path, changes):

@@ -181,6 +181,7 @@ def _write(file: Path, found: list, measured: object, studied: dict[int, list[fl
 @options.launcher(in_allocation=True)
 @click.option("--seconds", type=float, required=True)
 @click.option("--rehearse", "times", type=options.FILE)
+@click.option("--batches", type=int)
 @click.option("-o", "--output", type=options.FILE, required=True)
 @options.verbose
 def calibrate(
@@ -190,10 +191,11 @@ def calibrate(
     launcher: str,
     seconds: float,
     times: Path | None,
+    batches: int | None,
     output: Path,
     verbose: bool,
 ) -> None:
-    """Measure once for ``plan``."""
+    """Measure once for ``plan``, or for ``batch_size: auto``."""
     from hvd_train.config import load_config
     from hvd_train.launch.start_plan import Restarts
     from hvd_train.launch.start_plan import plan as ranks_of
@@ -206,6 +208,10 @@ def calibrate(
         from hvd_train.jobs.calibrate import rehearse
 
         sys.exit(rehearse(config, json.loads(times.read_bytes()), seconds, output, verbose))
+    if batches:
+        from hvd_train.jobs.calibrate import batches as try_sizes
+
+        sys.exit(try_sizes(config, batches, seconds, output, verbose))
     from hvd_train.jobs.calibrate import calibrate as job
 
     sys.exit(job(config, seconds, output, verbose))

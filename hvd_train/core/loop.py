@@ -125,6 +125,7 @@ class Trainer(Training):
         if not self.update.has_global_weights:  # leave the result in the model for the caller
             self.update.take_global_weights()
         result = summary(self) | {"time": self._sync.last(self)}
+        result |= {"energy": self._time_log.energy()} if self._time_log.joules else {}
         self._call("on_end", result)
         return result
 

@@ -12,6 +12,7 @@ from hvd_train.core.agreement import collectively
 from hvd_train.core.callbacks.straggler_log import watch_stragglers
 from hvd_train.core.callbacks.time_log import TimeLog
 from hvd_train.core.control_sync import ControlSync
+from hvd_train.core.energy import Energy
 from hvd_train.core.hooks import Epoch, Hook, StepInfo
 from hvd_train.core.process_usage import ProcessUsage, place
 from hvd_train.core.saving import Saver
@@ -33,10 +34,11 @@ class StopSync(Hook):
         self.request_sync: Callable[[], None] | None = None  # in async mode, where ranks do not sync by the clock
         self.turns = ControlSync(training.communicator)  # steps
         self.signal = 0
-        self._usage = ProcessUsage()
+        self._usage, self._energy = ProcessUsage(), Energy()
 
     def on_step_end(self, trainer: Training, info: StepInfo) -> None:
         self._usage.begin()  # not before the first step has run
+        self._energy.begin()
         if info.due.sync:
             # A request to stop waits for a log line, because the end of a run must not depend on clocks.
             self._sync_all(trainer.stop_reason if info.due.log else "", info.due.times or self._time_log.lost)
@@ -76,7 +78,8 @@ class StopSync(Hook):
 
     def window(self, last: bool = False) -> list[Any]:
         """Return the time since the last sync (``TimeAccount.window``), and what the system knows of this rank."""
-        process = {"usage": self._usage.read(last), "sync": self.turns.fastest}
+        process: dict[str, Any] = {"usage": self._usage.read(last), "sync": self.turns.fastest}
+        process |= {"energy": joules} if (joules := self._energy.read(last)) else {}
         # Once, because a list of many cores is longer than the rest.
         process |= {} if self._time_log.placed else {"place": place()}
         return [*self._training.time.window(), process]

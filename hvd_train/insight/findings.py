@@ -321,7 +321,7 @@ def _short_steps(case: Case) -> Iterator[Finding]:
     half = case.gain(exchange=replay.exchange / 2, rest=replay.rest / 2)
     fixed = float(case.per_step(replay.exchange) + case.per_step(replay.rest).max())
     evidence = f"a step takes {1000 * case.step:,.2f} ms{size}, {fixed:,.2f} ms of it for each batch, however small"
-    cure = "a batch twice as large, with a learning rate to match"
+    cure = "a larger batch, with a learning rate to match; batch_size: auto tries sizes"
     yield Finding("small batches", evidence, cure, half, "at least")
 
 

@@ -28,6 +28,8 @@ from hvd_train.update.exchange import Exchange
 
 WARM = 0.3  # share of the time at the beginning, when graphs are traced and buffers allocated
 LEAST_CALLS, LONGEST = 4, 4.0  # calls to measure, unless they take so many times the seconds that were asked for
+SIZES, SIZE_SECONDS = 8, 1.0  # of batches: the smallest, and the time for each
+FLAT, FASTER = 2, 1.03  # so many larger sizes must be so much faster to go on
 TURNS = 40  # of an exchange alone, at most
 SHARES = {"other batch": 0.4, "exchange": 0.25, "input": 0.1, "compressors": 0.5}  # of the seconds, for each part
 
@@ -105,6 +107,26 @@ def calibrate(config: Config, seconds: float, output: Path, verbose: bool) -> in
     return 0
 
 
+def batches(config: Config, most: int, seconds: float, output: Path, verbose: bool) -> int:
+    """Take steps of 8, 16, ... ``most`` samples on one rank; write rows of [size, seconds of a step] to ``output``.
+
+    The file is written after each size, since one may need too much memory. It ends once larger sizes are no faster.
+    """
+    data, rows, began = config.model_dump(mode="json"), list[list[float]](), time.monotonic()
+    with opened_job(load_config(base=data | {"batch_size": SIZES}), verbose) as job:
+        size, accumulate = SIZES, config.accumulate_grad_batches
+        while size <= most and time.monotonic() - began < seconds:
+            sized = replace(job, config=load_config(base=data | {"batch_size": size}))
+            steps, taken, _ = np.array(_steps(sized, SIZE_SECONDS)[0]).T
+            rows.append([size, float(np.average(taken, weights=steps))])
+            files.put(output, json.dumps(rows).encode())
+            rates = [accumulate * n / taken for n, taken in rows]
+            if len(rows) > FLAT and max(rates[-FLAT:]) < FASTER * max(rates[:-FLAT]):
+                break
+            size *= 2
+    return 0
+
+
 def _steps(job: Job, seconds: float) -> list[list[Any]]:
     """Train for some seconds; return ``Recorder.calls`` of each rank, cut to the same number of calls."""
     recorder = Recorder(seconds)
@@ -125,7 +147,7 @@ def _other_batch(job: Job) -> Job | None:
     return replace(job, config=load_config(base=data))
 
 
-def _exchange(job: Job, name: str) -> Exchange:
+def exchange_of(job: Job, name: str) -> Exchange:
     options, ranks, frontend = job.config.exchange, job.frontend.groups.data, job.frontend
     compressor = make(name, ranks.size, ranks.rank, **options.options(name))
     return Exchange(frontend.specs(), frontend.packing, compressor, ranks, frontend.ops)
@@ -133,7 +155,7 @@ def _exchange(job: Job, name: str) -> Exchange:
 
 def _exchange_alone(job: Job, seconds: float) -> dict[str, Any]:
     """Time exchanges of the job's buckets, and of one number in place of each."""
-    return _timed_exchanges(_exchange(job, _compression(job)), job, seconds)
+    return _timed_exchanges(exchange_of(job, _compression(job)), job, seconds)
 
 
 def _compression(job: Job) -> str:
@@ -213,7 +235,7 @@ def _compressors(job: Job, seconds: float) -> dict[str, list[float]]:
     for name in auto.CANDIDATES:
         if broadcast_json(ranks, time.perf_counter() - began > seconds):
             break
-        exchange = _exchange(job, name)
+        exchange = exchange_of(job, name)
         fastest = auto.fastest(exchange, specs)
         gradients = auto.random_gradients(exchange, specs)
         states = [tuple(map(job.frontend.ops.from_numpy, arrays)) for arrays in exchange.init_state()]
@@ -228,7 +250,7 @@ def rehearse(config: Config, own: Sequence[float], seconds: float, output: Path,
     """
     with opened_job(config, verbose) as job:
         ranks, frontend = job.frontend.groups.data, job.frontend
-        exchange = _exchange(job, _compression(job))
+        exchange = exchange_of(job, _compression(job))
         gradients = auto.random_gradients(exchange, frontend.specs())
         states = [tuple(map(frontend.ops.from_numpy, arrays)) for arrays in exchange.init_state()]
         reduce = frontend.compiled(lambda *flats: exchange.reduce(list(flats), states)[0])

@@ -34,6 +34,8 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
         except ConfigError as error:
             # Continue, because nothing is written here. The last line says that ``fit`` would refuse this.
             occupied = str(error)
+    if config.batch_size == "auto":  # one step of any size
+        config = config.model_copy(update={"batch_size": 32})
     with opened_job(config, verbose) as job:
         communicator, first = job.communicator, job.communicator.rank == 0
         log = WordLog() if first else NullLog()

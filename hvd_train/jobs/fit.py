@@ -56,7 +56,7 @@ def fit(
     """Train, with a run folder on rank 0. Returns the exit code. ``quiet``: print only the last line."""
     code, listener.run_dir = 0, Path(config.run_dir)
     faults.arm(world().rank)
-    opening = opened_job(config, verbose, resume, progress=not quiet)
+    opening = opened_job(config, verbose, resume, progress=not quiet, sizes_batch=True)
     with locked_run_folder(config, resume, overwrite) as lock, opening as job:
         if not listener.is_watched:
             listener.peer_slot = job.session.watch(config.watchdog_s, "--resume auto goes on")
@@ -157,7 +157,7 @@ def train(
     if communicator.rank == 0:
         with log.watch.at(run_dir):
             text = messages.end(summary, config)
-        if words := messages.time_of(summary):
+        for words in filter(None, [messages.time_of(summary), messages.energy_of(summary)]):
             log.message(words)
         log.last_message(text)
     log.close()

@@ -57,11 +57,17 @@ class Job:
 
 @contextmanager
 def opened_job(
-    config: Config, verbose: bool, resume: str | None = None, progress: bool = False, metered: bool = False
+    config: Config,
+    verbose: bool,
+    resume: str | None = None,
+    progress: bool = False,
+    metered: bool = False,
+    sizes_batch: bool = False,
 ) -> Iterator[Job]:
     """Open data, framework, world and model, in this order, and close the world after the block.
 
     ``progress``: rank 0 shows steps that take long. ``metered``: the session counts the bytes that this rank sends.
+    ``sizes_batch``: with ``batch_size: auto``, try sizes.
     """
     # Data first, because a wrong path is found in a fraction of a second, while a framework takes seconds to import.
     look_in(config.code_dir)
@@ -78,7 +84,18 @@ def opened_job(
         with long_step("building the model", shown):
             config = split_as_before(config, communicator, resume)
             config = config.restoring() if resumes(config, communicator, resume) else config
+            tries = sizes_batch and config.batch_size == "auto"
+            if tries:
+                from hvd_train.jobs import batch_size
+
+                batch_size.check(config)
+                config = batch_size.as_before(config, communicator, resume)
+                tries = config.batch_size == "auto"
+                config = config.model_copy(update={"batch_size": batch_size.FIRST}) if tries else config
             job = build_job(config, session, data)
+        if tries:
+            with long_step("trying batch sizes", shown):
+                job = batch_size.with_best(job)
         with noting_inputs(config, data.sample):
             yield job
 

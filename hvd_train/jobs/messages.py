@@ -130,6 +130,15 @@ def time_of(summary: dict[str, Any]) -> str:
     return f"time: {shares}; {times['effective']:.0%} of {duration(times['allocation'])} went into steps that count"
 
 
+def energy_of(summary: dict[str, Any]) -> str:
+    """Describe the energy of a run in one line; "" if no counter was there."""
+    energy = summary.get("energy")
+    if not energy:
+        return ""
+    sources = ", ".join(f"{name} {x:,.3g}" for name, x in energy.items() if name not in ("wh", "hosts"))
+    return f"energy: {energy['wh']:,.3g} Wh on {amount(energy['hosts'], 'host')}, whoever used it ({sources})"
+
+
 def warn_of_events(job: Job, hooks: Sequence[Hook]) -> None:
     """Warn of hook methods that look like events but are not called."""
     for hook in hooks if job.communicator.rank == 0 else ():

@@ -51,7 +51,7 @@ def split_as_before(config: Config, communicator: Communicator, resume: str | No
     split: list[int] = []
     if communicator.rank == 0:
         with suppress(CheckpointError, OSError):  # reported when the checkpoint is loaded
-            before = store.config_of(_place(config, resume)).get("parallel") or {}
+            before = store.config_of(place(config, resume)).get("parallel") or {}
             same = before.get("pipeline") == parallel.pipeline
             same &= before.get("devices_per_rank") == parallel.devices_per_rank
             if same and before.get("split") != "auto":
@@ -60,7 +60,7 @@ def split_as_before(config: Config, communicator: Communicator, resume: str | No
     return config.model_copy(update={"parallel": parallel.model_copy(update=update)})
 
 
-def _place(config: Config, resume: str) -> Path:
+def place(config: Config, resume: str) -> Path:
     """Return the folder of the checkpoint ``resume``."""
     run_dir, memory = Path(config.run_dir), snapshots.folder_of_rank()
     folder = run_dir / "checkpoints"

@@ -71,6 +71,8 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     if event == "time" and safe_reading.number(seconds := row.get("seconds")) and seconds > 0:
         parts = {name: x for name, x in row.items() if name not in NO_PARTS and safe_reading.number(x)}
         named = {f"time/{name}": x / seconds for name, x in parts.items()} | {"memory_bytes": row.get("memory_bytes")}
+    if event == "energy":
+        named = {"energy_wh": row.get("wh")}
     if event == "noise_scale":
         named = {f"noise_scale/{name}": row.get(name) for name in ("noise_scale", "low", "high")}
     if event in ("train", "val"):

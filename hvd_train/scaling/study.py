@@ -71,7 +71,8 @@ class Study:
     def _rank_batch(self) -> int:
         """Return the samples of a rank and micro-batch, the same on all numbers of ranks."""
         parts = self.config.replicas(self.ranks[0]) * self.config.accumulate_grad_batches
-        return self.config.batch_size or (self.config.global_batch_size or 0) // parts
+        size = self.config.batch_size
+        return size if isinstance(size, int) else (self.config.global_batch_size or 0) // parts
 
     def check(self) -> None:
         """Raise ConfigError if a number of ranks does not suit the configuration."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from work import MODELS, ROOT, settings
 from hvd_train.config import Config, load_config, resolved_yaml
 from hvd_train.errors import TrainError
 from hvd_train.insight import calibration, plan
-from hvd_train.insight.prediction import Prediction
+from hvd_train.insight.prediction import Link, Prediction
 from hvd_train.launch.start import environment
 from hvd_train.report.text_tables import table
 from hvd_train.scaling import study as studies
@@ -88,7 +89,12 @@ def over_links(name: dict, config: Config, found: calibration.Calibration, optio
     key = max((key for key in model.placements if key[0] == 1), key=lambda key: -key[1])
     for rate in filter(None, options.rates.split(",")):
         for hosts in map(int, options.hosts.split(",")):
-            at = model.predict(hosts, 1, key[1], plan.parse_link(rate), plan.batch_of_rank(config, hosts))
+            where, batch, exchange = plan.parse_link(rate), plan.batch_of_rank(config, hosts), None
+            if hosts > found.cores:  # they are namespaces of one machine, whose ranks take turns to copy and add
+                turns = hosts / found.cores
+                exchange = turns * model.exchange(hosts, 1, Link(math.inf, 0.0))
+                exchange += model.exchange(hosts, 1, where) - model.exchange(hosts, 1, Link(math.inf, 0.0))
+            at = model.predict(hosts, 1, key[1], where, batch, exchange)
             own = plan.slept_as(model, key, at.batch)
             try:
                 with modes.started(rate, hosts, folder) as (start, _):

@@ -39,8 +39,16 @@ EXCHANGES: dict[str, dict] = {name: {"compression": name} for name in COMPRESSIO
 EXCHANGES |= {"delayed": {"mode": "delayed"}, "no exchange": {"mode": "local_sgd", "local_steps": 10**9}}
 PORT = 29577
 PORTS = itertools.count(PORT + 1)  # one for each engine, as they wait at the same time
-# mpirun's remote shell during a launch: the "host" is an address of another namespace.
-AGENT = '#!/bin/sh\nhost=hvd$((${1##*.} - 1))\nshift\nexec ip netns exec $host sh -c "$*"\n'
+# mpirun's remote shell during a launch: the "host" is an address of another namespace. All have one name, and daemons
+# that start in one session folder overwrite each other's map of the machine (one start of eight ended with a SIGSEGV).
+AGENT = """#!/bin/sh
+host=hvd$((${1##*.} - 1))
+TMPDIR=$(dirname "$0")/$host
+export TMPDIR
+mkdir -p "$TMPDIR"
+shift
+exec ip netns exec $host sh -c "$*"
+"""
 
 
 def shell(*line: str) -> None:

@@ -20,6 +20,7 @@ from hvd_train.config.keys.task import TaskConfig
 from hvd_train.config.modes import SHARDED, STAGES, ModeSpec
 from hvd_train.config.names import did_you_mean
 from hvd_train.config.trackers import TRACKERS
+from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS
 
 
@@ -36,7 +37,9 @@ class Config(Section):
     model: ModelConfig = Field(ModelConfig(), description="the model and its options")
     data: DataConfig = Field(DataConfig(), description="the data set")
     task: TaskConfig = Field(TaskConfig(), description="the loss, and the metrics that are reported")
-    batch_size: Positive | None = Field(None, description="samples per rank and micro-batch (default 32)")
+    batch_size: Positive | Literal["auto"] | None = Field(
+        None, description="samples per rank and micro-batch (default 32); auto: tries sizes when a training starts"
+    )
     global_batch_size: Positive | None = Field(
         None, description="samples per step over all ranks, instead of batch_size"
     )
@@ -251,4 +254,7 @@ class Config(Section):
         """Return the samples per step: global_batch_size, or batch_size x world size x accumulate_grad_batches."""
         if self.global_batch_size:
             return self.global_batch_size
+        if self.batch_size == "auto":
+            what = "batch_size is auto, which 'hvd-train fit' alone replaces by a number"
+            raise ConfigError(what, fix="--set batch_size=32, for example")
         return (self.batch_size or 0) * world_size * self.accumulate_grad_batches

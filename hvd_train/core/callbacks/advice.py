@@ -62,7 +62,7 @@ class FewerRanksAdvice(Hook):
         # The same global batch on the same cores.
         threads, batch = self._threads * ranks // fewer, trainer.config.batch_size
         words = [f"-np {fewer}", f"--set threads={threads}"]
-        words += [f"--set batch_size={batch * ranks // fewer}"] if batch else []
+        words += [f"--set batch_size={batch * ranks // fewer}"] if isinstance(batch, int) else []
         who = f"1 rank with {threads} threads is" if fewer == 1 else f"{fewer} ranks with {threads} threads each are"
         millions = sum(spec.size for spec in specs) / 1e6
         trainer.log.message(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.core import energy
 from hvd_train.core.process_usage import USAGE
 from hvd_train.core.shares import COUNTED, SHOWN, shown, worth_a_look
 from hvd_train.core.time_account import cell_steps
@@ -21,8 +22,8 @@ class TimeLog:
     """Adds up the windows of all ranks, which each sync collects. Its sums are equal on all ranks.
 
     ``counted``: seconds of the steps that count so far, in this process. Steps that were skipped or rolled back do not.
-    ``placed``: whether the log knows where the ranks are. ``lost``: whether the steps since the last window were rolled
-    back.
+    ``placed``: whether the log knows where the ranks are. ``joules``: of all hosts since the first step of this process,
+    by source. ``lost``: whether the steps since the last window were rolled back.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -33,6 +34,8 @@ class TimeLog:
         self._written = time.monotonic()
         self.counted, self.lost = 0.0, False
         self.placed = False
+        self.joules: dict[str, float] = {}
+        self._hosts, self._joules_written = list[str](), dict[str, float]()
         self._at_saves = {0: 0.0}  # ``counted`` at the newest checkpoints
 
     def add(self, training: Training, windows: Sequence[list[Any]]) -> None:
@@ -67,7 +70,9 @@ class TimeLog:
             size = sum(spec.nbytes for spec in training.frontend.specs())
             placed = {"hosts": hosts, "cores": cores, "stages": stages, "gradient_bytes": size}
             training.log.ranks(placed | {"step": p.step})
-            self.placed = True
+            self.placed, self._hosts = True, list(hosts)
+        if self.placed:
+            self.joules = energy.of_hosts(self._hosts, [one.get("energy", {}) for one in process])
         if whole:
             training.log.steps(window)
         if time.monotonic() - self._written >= ROW_SECONDS:
@@ -87,8 +92,22 @@ class TimeLog:
     def epoch_ended(self, training: Training) -> str:
         """Write the rest of an epoch; return what in it is worth a look, for its row."""
         self.write(training)
+        self._write_energy(training)
         note, self._epoch = worth_a_look(self._epoch), np.zeros_like(self._epoch)
         return note
+
+    def _write_energy(self, training: Training) -> None:
+        p, before = training.progress, self._joules_written
+        used = {name: (x - before.get(name, 0.0)) / 3600 for name, x in self.joules.items()}
+        if used:
+            epoch = p.epoch - (p.epoch > 0 and p.consumed == 0)
+            training.log.energy(epoch, p.step, {"wh": round(sum(used.values()), 4)} | _rounded(used))
+            self._joules_written = self.joules
+
+    def energy(self) -> dict[str, float]:
+        """Return the ``energy`` of ``summary.json``: Wh of all hosts since the first step, in all and by source."""
+        by_source = {name: x / 3600 for name, x in self.joules.items()}
+        return {"wh": round(sum(by_source.values()), 4), "hosts": len(set(self._hosts))} | _rounded(by_source)
 
     # ---- steps that count
 
@@ -109,3 +128,7 @@ class TimeLog:
         parts = dict(zip(SHOWN, np.round(self._all.mean(axis=0), 3).tolist(), strict=True))
         effective = round(min(counted / allocated, 1.0), 4) if allocated else 0.0
         return parts | {"allocation": round(allocated, 3), "effective": effective}
+
+
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(x, 4) for name, x in values.items()}

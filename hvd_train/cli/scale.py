@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     help="Runs of each number of ranks at most; fewer, if the steps' times are known to 5 % before.",
 )
 @click.option("--minutes", type=options.NumberRange(min=0), help="Begin no run after this time.")
+@click.option("--branch", "checkpoint", type=click.Path(file_okay=False, path_type=Path), help="Try larger batches from this checkpoint, or run.")
+@click.option("--batch", "batches", metavar="1x,2x,...", help="With --branch: multiples of its batch (1x,2x,4x,8x).")
+@click.option("--samples", type=click.IntRange(min=1), help="With --branch: samples of each (200 steps of its batch).")
 @options.launcher(in_allocation=True)
 @options.hosts
 @click.option("--slurm", is_flag=True, help="Submit each run as a job, with section slurm; --collect reads them.")
@@ -62,6 +65,9 @@ def scale(
     seconds: float,
     repeats: int,
     minutes: float | None,
+    checkpoint: Path | None,
+    batches: str | None,
+    samples: int | None,
     launcher: str,
     hosts: Hosts | None,
     slurm: bool,
@@ -77,6 +83,7 @@ def scale(
     hvd-train scale -c job.yaml --ranks 1,2,4 --weak --report proposal
     hvd-train scale -c job.yaml --ranks 1,2 --target val_accuracy=0.97 --seeds 3
     hvd-train scale -c job.yaml --ranks 4,8,16 -H node1:8,node2:8
+    hvd-train scale --branch runs/first --batch 1x,2x,4x,8x --ranks 2
     """
     from hvd_train.config import load_config
     from hvd_train.insight.plan import parse_counts
@@ -85,6 +92,18 @@ def scale(
     from hvd_train.scaling import study as studies
     from hvd_train.scaling.turns import Limits, measure
 
+    if not checkpoint and (batches or samples):
+        raise ConfigError("--batch and --samples are those of branches", fix="give --branch CHECKPOINT, or leave them out")
+    if checkpoint:
+        if kind or goal or steps or slurm or collect or report_dir:
+            fix = "give --batch, --samples, --ranks (one number), --run-dir and --resume alone"
+            raise ConfigError("branches are compared by their loss", where="--branch", fix=fix)
+        count = parse_counts(ranks or "1", "--ranks")
+        if len(count) > 1:
+            raise ConfigError("branches train on one number of ranks", where=f"--ranks {ranks}", fix="give one")
+        words = ["-np", str(count[0]), "--launcher", launcher, *(hosts.options if hosts else _on_nodes(launcher, count[0]))]
+        of = checkpoint, path, sets, count[0], batches or "1x,2x,4x,8x", samples
+        sys.exit(_branch(Path(run_dir or "runs/branches"), of, words, resume))
     config = load_config(path, sets, run_dir=run_dir)
     folder = Path(config.run_dir)
     if collect:
@@ -117,6 +136,28 @@ def scale(
         except KeyboardInterrupt:  # between two runs
             code = 130
     sys.exit(_finish(studies.load(folder), code, report_dir))
+
+
+def _branch(folder: Path, of: tuple, words: list[str], resume: bool) -> int:
+    """Train the branches of a checkpoint, print what became of them, and return the exit code."""
+    from hvd_train.run_folder.lock import Lock
+    from hvd_train.scaling import branches as branching
+
+    branches = branching.opened(folder, *of)
+    with Lock(folder, "other branches are trained there; wait for their end, or give another --run-dir"):
+        if any(folder.glob("batch-*x")) and not resume:
+            fix = "--resume trains what is missing; or give another --run-dir"
+            raise ConfigError("the folder holds branches already", where=str(folder), fix=fix)
+        try:
+            found, code = branching.measure(branches, words, lambda line: say(line, err=True))
+        except KeyboardInterrupt:  # between two runs
+            found, code = [], 130
+    if code:
+        say("stopped; --resume goes on", err=True)
+        return code
+    say(branching.text(branches, found), styled=True)
+    say(f"results: {branching.write(branches, found)}")
+    return 0
 
 
 def _up_to_cores() -> tuple[int, ...]:

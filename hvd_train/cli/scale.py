@@ -43,7 +43,12 @@ if TYPE_CHECKING:
     help="Runs of each number of ranks at most; fewer, if the steps' times are known to 5 % before.",
 )
 @click.option("--minutes", type=options.NumberRange(min=0), help="Begin no run after this time.")
-@click.option("--branch", "checkpoint", type=click.Path(file_okay=False, path_type=Path), help="Try larger batches from this checkpoint, or run.")
+@click.option(
+    "--branch",
+    "checkpoint",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Try larger batches from this checkpoint, or run.",
+)
 @click.option("--batch", "batches", metavar="1x,2x,...", help="With --branch: multiples of its batch (1x,2x,4x,8x).")
 @click.option("--samples", type=click.IntRange(min=1), help="With --branch: samples of each (200 steps of its batch).")
 @options.launcher(in_allocation=True)
@@ -93,17 +98,20 @@ def scale(
     from hvd_train.scaling.turns import Limits, measure
 
     if not checkpoint and (batches or samples):
-        raise ConfigError("--batch and --samples are those of branches", fix="give --branch CHECKPOINT, or leave them out")
+        raise ConfigError(
+            "--batch and --samples are those of branches", fix="give --branch CHECKPOINT, or leave them out"
+        )
     if checkpoint:
         if kind or goal or steps or slurm or collect or report_dir:
             fix = "give --batch, --samples, --ranks (one number), --run-dir and --resume alone"
             raise ConfigError("branches are compared by their loss", where="--branch", fix=fix)
-        count = parse_counts(ranks or "1", "--ranks")
-        if len(count) > 1:
+        counts = parse_counts(ranks or "1", "--ranks")
+        if len(counts) > 1:
             raise ConfigError("branches train on one number of ranks", where=f"--ranks {ranks}", fix="give one")
-        words = ["-np", str(count[0]), "--launcher", launcher, *(hosts.options if hosts else _on_nodes(launcher, count[0]))]
-        of = checkpoint, path, sets, count[0], batches or "1x,2x,4x,8x", samples
-        sys.exit(_branch(Path(run_dir or "runs/branches"), of, words, resume))
+        places = hosts.options if hosts else _on_nodes(launcher, counts[0])
+        of = checkpoint, path, sets, counts[0], batches or "1x,2x,4x,8x", samples
+        starting = ["-np", str(counts[0]), "--launcher", launcher, *places]
+        sys.exit(_branch(Path(run_dir or "runs/branches"), of, starting, resume))
     config = load_config(path, sets, run_dir=run_dir)
     folder = Path(config.run_dir)
     if collect:
@@ -126,19 +134,19 @@ def scale(
         _submit(study, limits, resume, Path(path or "hvd-train").stem)
         return
 
-    def starting(count: int) -> list[str]:
+    def on(count: int) -> list[str]:
         return ["-np", str(count), "--launcher", launcher, *(hosts.options if hosts else _on_nodes(launcher, count))]
 
     with Lock(folder, "another study is measured there; wait for its end, or give another --run-dir"):
         study = study.begin(resume)
         try:
-            code = measure(study, starting, limits, lambda line: say(line, err=True))
+            code = measure(study, on, limits, lambda line: say(line, err=True))
         except KeyboardInterrupt:  # between two runs
             code = 130
     sys.exit(_finish(studies.load(folder), code, report_dir))
 
 
-def _branch(folder: Path, of: tuple, words: list[str], resume: bool) -> int:
+def _branch(folder: Path, of: tuple, starting: list[str], resume: bool) -> int:
     """Train the branches of a checkpoint, print what became of them, and return the exit code."""
     from hvd_train.run_folder.lock import Lock
     from hvd_train.scaling import branches as branching
@@ -149,7 +157,7 @@ def _branch(folder: Path, of: tuple, words: list[str], resume: bool) -> int:
             fix = "--resume trains what is missing; or give another --run-dir"
             raise ConfigError("the folder holds branches already", where=str(folder), fix=fix)
         try:
-            found, code = branching.measure(branches, words, lambda line: say(line, err=True))
+            found, code = branching.measure(branches, starting, lambda line: say(line, err=True))
         except KeyboardInterrupt:  # between two runs
             found, code = [], 130
     if code:

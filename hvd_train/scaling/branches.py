@@ -94,7 +94,13 @@ class Branch:
 
 
 def opened(
-    folder: Path, checkpoint: Path, path: Path | None, sets: Sequence[str], ranks: int, batches: str, samples: int | None
+    folder: Path,
+    checkpoint: Path,
+    path: Path | None,
+    sets: Sequence[str],
+    ranks: int,
+    batches: str,
+    samples: int | None,
 ) -> Branches:
     """Read the checkpoint (or the newest one of a run folder), and check what is asked. Raises ConfigError."""
     times = parse_times(batches)
@@ -134,14 +140,12 @@ def rate_at(run_dir: Path, step: int) -> float | None:
     return next((rate for rate in reversed(rates) if safe_reading.number(rate) and rate > 0), None)
 
 
-def measure(
-    branches: Branches, starting: Sequence[str], report: Callable[[str], None]
-) -> tuple[list[Branch], int]:
+def measure(branches: Branches, starting: Sequence[str], report: Callable[[str], None]) -> tuple[list[Branch], int]:
     """Train the branches that have not ended; return what became of all, and 0 or the exit code of a signal.
 
     ``starting``: options of ``fit`` that start the ranks. ``report`` gets a line for each branch.
     """
-    found = []
+    found: list[Branch] = []
     for times in branches.times:
         trial = branches.trial(times)
         run_dir = Path(trial.config.run_dir)
@@ -153,8 +157,8 @@ def measure(
                 return found, code
         one = read(branches, times, run_dir)
         found.append(one)
-        told = one.problem and f"failed: {one.problem}"
-        report(f"batch {one.batch:,}: {told or f'{amount(one.steps, "step")}, val loss {one.loss:.4f}'}")
+        told = f"failed: {one.problem}" if one.loss is None else f"{amount(one.steps, 'step')}, val loss {one.loss:.4f}"
+        report(f"batch {one.batch:,}: {told}")
     return found, 0
 
 
@@ -198,7 +202,9 @@ def text(branches: Branches, found: Sequence[Branch]) -> str:
     if best is None:
         lines.append("Nothing can be said, because the batch as it is has no loss.")
     elif best.times == 1:
-        lines.append(f"A larger batch than {best.batch:,} does not pay: no loss comes within 1 % after as many samples.")
+        lines.append(
+            f"A larger batch than {best.batch:,} does not pay: no loss comes within 1 % after as many samples."
+        )
     else:
         more = f" on up to {best.times} times as many ranks" if best.times > 1 else ""
         lines.append(

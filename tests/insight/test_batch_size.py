@@ -56,13 +56,13 @@ def test_all_ranks_take_one_size_and_a_resumed_run_keeps_it(tmp_path, framework)
     again = run(*line, "--resume", "auto", "--set", "max_steps=6", cwd=tmp_path).stdout
     assert "batch_size: auto" not in again
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["batch_size"] == size
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 6
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 6
 
 
 def test_a_size_without_memory_ends_the_child_alone(tmp_path):
     """What was tried before it counts."""
     (tmp_path / "mine.py").write_text(MODEL.format(most=16))
-    job(tmp_path, model="mine:Net")
+    job(tmp_path, model={"name": "mine:Net"})
     told = run("fit", "-c", "job.yaml", "--run-dir", "run", cwd=tmp_path).stdout
     tried = re.search(r"^batch_size: auto: (8|16) \(samples/s: 8: [\d,]+, 16: [\d,]+\)$", told, re.MULTILINE)
     assert tried, told
@@ -71,7 +71,7 @@ def test_a_size_without_memory_ends_the_child_alone(tmp_path):
 def test_no_size_can_be_tried(tmp_path):
     """The reason is told, and the advised cure works."""
     (tmp_path / "mine.py").write_text(MODEL.format(most=4))
-    job(tmp_path, model="mine:Net")
+    job(tmp_path, model={"name": "mine:Net"})
     told = run("fit", "-c", "job.yaml", "--run-dir", "run", cwd=tmp_path, code=2).stderr
     assert told.count("\n") == 1 and "batch_size: auto could not try a size: " in told and "planted" in told
     run("fit", "-c", "job.yaml", "--run-dir", "run", "--set", "batch_size=4", cwd=tmp_path)
@@ -82,7 +82,7 @@ def test_other_commands_and_stages_want_a_number(tmp_path):
     number = "batch_size is auto, which 'hvd-train fit' alone replaces by a number; --set batch_size=32, for example"
     lines = {
         ("plan", "-c", "job.yaml"): number,
-        ("verify", "-c", "job.yaml"): number,
+        ("verify", "-c", "job.yaml", "-np", "2"): number,
         ("scale", "-c", "job.yaml", "--ranks", "1,2"): "batch_size is auto, and a study compares sizes that are known",
         ("fit", "-c", "job.yaml", "--set", "batch_size=many"): "batch_size",
     }

@@ -22,8 +22,8 @@ class TimeLog:
     """Adds up the windows of all ranks, which each sync collects. Its sums are equal on all ranks.
 
     ``counted``: seconds of the steps that count so far, in this process. Steps that were skipped or rolled back do not.
-    ``placed``: whether the log knows where the ranks are. ``joules``: of all hosts since the first step of this process,
-    by source. ``lost``: whether the steps since the last window were rolled back.
+    ``placed``: whether the log knows where the ranks are. ``joules``: of all hosts, by source, after the first step of
+    this process. ``lost``: whether the steps since the last window were rolled back.
     """
 
     def __init__(self, ranks: int) -> None:

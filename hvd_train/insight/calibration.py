@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from hvd_train.compression.table import COMPRESSORS
-from hvd_train.config import Config, load_config, resolved_yaml
+from hvd_train.config import Config, resolved_yaml
 from hvd_train.config.modes import ALLREDUCE
 from hvd_train.errors import ConfigError, amount
 from hvd_train.insight.prediction import Compressed, Model, Point, ring
+from hvd_train.jobs.trial import trial
 from hvd_train.launch import logged
 from hvd_train.launch.launchers.installed import python
 
@@ -30,7 +31,6 @@ PART, LEAST_SECONDS, MOST_SECONDS = 0.05, 0.7, 4.0
 ALWAYS = 2  # worlds, however few seconds there are
 BLOCKS = 6  # of consecutive calls, whose means show how a host's speed varies
 MISTAKES = (2, 3)  # exit codes of a configuration, or of data, that cannot be used
-FOREVER = 10**9  # steps
 LEAST_WORLD = 120.0  # seconds that a world gets, however few are left: ranks may take long to start
 
 Placement = tuple[int, int]  # (ranks, threads of each) on one host
@@ -153,21 +153,6 @@ def check(config: Config) -> None:
         raise ConfigError(cannot, where=f"exchange.mode: {config.exchange.mode}", fix=fix)
     if config.parallel.pipeline > 1 or config.parallel.devices_per_rank > 1:
         raise ConfigError(cannot, where="parallel", fix="leave out parallel.pipeline and parallel.devices_per_rank")
-
-
-def trial(config: Config, threads: int, run_dir: Path) -> Config:
-    """Return the configuration of a calibration: a training that only its clock ends, and that saves nothing."""
-    data = config.model_dump(mode="json")
-    data |= {"max_steps": FOREVER, "max_epochs": None, "early_stopping": None, "swa": None, "hooks": []}
-    data |= {"tensorboard": False, "loggers": [], "check_val_every_n_epoch": FOREVER, "limit_val_batches": 1}
-    data |= {"run_dir": str(run_dir), "threads": threads}
-    data["checkpoint"] |= {"every_n_epochs": 0, "every_n_steps": 0, "snapshot_every_n_steps": 0}
-    data["checkpoint"] |= {"save_top_k": 0, "save_last": False}
-    data["optim"] |= {"plateau": None}
-    data["exchange"] |= {"compression_error_every_n_steps": 0}
-    if config.exchange.compression == "auto":
-        data["exchange"] |= {"compression": "none"}
-    return load_config(base=data)
 
 
 def on_ranks(launcher: str) -> Start:

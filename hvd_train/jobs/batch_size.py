@@ -18,10 +18,10 @@ from hvd_train.checkpoint import store
 from hvd_train.config import Config, resolved_yaml
 from hvd_train.config.modes import EVERY_STEP
 from hvd_train.errors import CheckpointError, ConfigError
-from hvd_train.insight.calibration import trial
 from hvd_train.jobs.calibrate import exchange_of
 from hvd_train.jobs.job import Job
 from hvd_train.jobs.resume import place
+from hvd_train.jobs.trial import trial
 from hvd_train.launch import logged
 from hvd_train.launch.environment import threads, world
 from hvd_train.launch.launchers.installed import python

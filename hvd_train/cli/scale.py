@@ -101,6 +101,9 @@ def scale(
         raise ConfigError(
             "--batch and --samples are those of branches", fix="give --branch CHECKPOINT, or leave them out"
         )
+    if world().launcher and not collect:
+        fix = "start it once, without the launcher; it starts the ranks (--launcher srun, or -H)"
+        raise ConfigError("the ranks are started already", where=f"by {world().launcher}", fix=fix)
     if checkpoint:
         if kind or goal or steps or slurm or collect or report_dir:
             fix = "give --batch, --samples, --ranks (one number), --run-dir and --resume alone"
@@ -108,6 +111,8 @@ def scale(
         counts = parse_counts(ranks or "1", "--ranks")
         if len(counts) > 1:
             raise ConfigError("branches train on one number of ranks", where=f"--ranks {ranks}", fix="give one")
+        if hosts:
+            hosts.needed(counts[0])
         places = hosts.options if hosts else _on_nodes(launcher, counts[0])
         of = checkpoint, path, sets, counts[0], batches or "1x,2x,4x,8x", samples
         starting = ["-np", str(counts[0]), "--launcher", launcher, *places]
@@ -116,9 +121,6 @@ def scale(
     folder = Path(config.run_dir)
     if collect:
         sys.exit(_finish(studies.load(folder), 0, report_dir))
-    if world().launcher:
-        fix = "start it once, without the launcher; it starts the ranks (--launcher srun, or -H)"
-        raise ConfigError("the ranks are started already", where=f"by {world().launcher}", fix=fix)
     if seeds and not goal:
         raise ConfigError("--seeds repeats trainings to a target", fix="give --target, or leave --seeds out")
     target = studies.parse_target(goal, config) if goal else None

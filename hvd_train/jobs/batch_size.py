@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 
 from hvd_train.checkpoint import store
 from hvd_train.config import Config, resolved_yaml
 from hvd_train.config.modes import EVERY_STEP
+from hvd_train.core.agreement import collectively
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.jobs.calibrate import exchange_of
 from hvd_train.jobs.job import Job
@@ -59,8 +60,16 @@ def with_best(job: Job) -> Job:
     """Try sizes, and return the job with the one that all ranks take. Raises ConfigError if none could be tried."""
     ranks = job.communicator
     most = len(job.data.train) // (STEPS * ranks.size * job.config.accumulate_grad_batches)
-    with TemporaryDirectory(prefix="hvd-train-batch-") as name:
-        mine, problem = _tried(job.config, max(most, FIRST), Path(name))
+
+    def trying() -> tuple[Sequence[Sequence[float]], str]:
+        try:
+            with TemporaryDirectory(prefix="hvd-train-batch-") as name:
+                return _tried(job.config, max(most, FIRST), Path(name))
+        except OSError as error:
+            what = f"batch_size: auto cannot write its files: {error.strerror}"
+            raise ConfigError(what, where=gettempdir(), fix="make room, or give the number of samples") from error
+
+    mine, problem = collectively(ranks, trying)
     tried = [{int(size): seconds for size, seconds in rows} for rows in allgather_json(ranks, mine)]
     common = sorted(set.intersection(*map(set, tried)))
     if not common:

@@ -150,7 +150,7 @@ def test_commands_run(tmp_path, page):
             words += ["--modes", "synchronous,int8", "--steps", "8", "--turns", "1"]
         if "plan" in words:
             words += ["--seconds", "5"]
-        if "scale" in words and "--collect" not in words:
+        if "scale" in words and not {"--collect", "--branch"} & set(words):
             words += ["--steps", "16", "--repeats", "1"]
         words[0] = words[0].removeprefix(".venv/bin/")
         for taken in ("job", "default"):  # a page shows other ways to do the same

@@ -38,11 +38,13 @@ def test_another_program_on_the_same_core_is_seen(one_core):
     other = subprocess.Popen(BUSY, process_group=0)
     try:
         # It is a child, and counts as this rank's own.
+        alone = time.process_time()
         child = measured(2.0)
+        alone = time.process_time() - alone
     finally:
         other.kill()
         other.wait()
-    assert child["cpu"] == pytest.approx(child["busy"], abs=0.5)
+    assert child["cpu"] > 1.4 * alone
     # The child of a process that has ended.
     line = f"import subprocess as s; print(s.Popen({BUSY!r}, stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
     pid = int(subprocess.run([sys.executable, "-c", line], capture_output=True, check=True).stdout)
@@ -50,7 +52,7 @@ def test_another_program_on_the_same_core_is_seen(one_core):
         beside = measured(2.0)
     finally:
         os.kill(pid, 9)
-    assert beside["elapsed"] == pytest.approx(2.0, abs=0.5) and beside["busy"] > beside["cpu"] + 0.3
+    assert beside["elapsed"] >= 2.0 and beside["busy"] > beside["cpu"] + 0.3
     assert beside["queued"] > 0.3
 
 

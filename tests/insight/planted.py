@@ -116,7 +116,7 @@ class Planted:
 
 
 CNN = {"max_epochs": 10, "model": {"name": "cnn"}, "data": {"name": "digits", "image_size": 28}}
-KERAS = CNN | {"framework": "tensorflow", "batch_size": 32, "max_epochs": 8}
+KERAS = CNN | {"framework": "tensorflow", "max_epochs": 6}
 SLOW_EVALUATION = {"batch_size": 64, "max_epochs": 15, "model": MODEL | {"evaluate": 0.06}}
 SLOW_DISK = {"hooks": ["planted:SlowDisk"], "max_epochs": 10}
 WIDE = {"model": MODEL | {"width": 1024, "seconds": 0.0}}

@@ -105,8 +105,10 @@ def scale(
         fix = "start it once, without the launcher; it starts the ranks (--launcher srun, or -H)"
         raise ConfigError("the ranks are started already", where=f"by {world().launcher}", fix=fix)
     if checkpoint:
-        if kind or goal or steps or slurm or collect or report_dir:
-            fix = "give --batch, --samples, --ranks (one number), --run-dir and --resume alone"
+        source = click.get_current_context().get_parameter_source
+        others = ("kind", "goal", "seeds", "steps", "seconds", "repeats", "minutes", "slurm", "collect", "report_dir")
+        if any(source(name) is click.core.ParameterSource.COMMANDLINE for name in others):
+            fix = "leave out the options of studies, such as --weak, --target and --repeats"
             raise ConfigError("branches are compared by their loss", where="--branch", fix=fix)
         counts = parse_counts(ranks or "1", "--ranks")
         if len(counts) > 1:

@@ -40,7 +40,7 @@ class Energy:
 
 
 class _Source:
-    """Counters of one kind. ``range_of``: a counter's values before it begins again at 0, in microjoules."""
+    """Counters of one kind. ``ranges``: of counters that begin again at 0, after so many microjoules."""
 
     def __init__(self, name: str, counters: Counters, ranges: Mapping[str, int]) -> None:
         self.name, self.joules = name, 0.0
@@ -48,16 +48,18 @@ class _Source:
         self._last = {key: read() for key, read in counters.items()}
 
     def count(self) -> bool:
-        """Add what was used since the last reading; return whether all counters could be read."""
+        """Add the energy since the last reading. Returns False if it is not known: a counter cannot be read, or has
+        begun anew."""
         try:
             now = {key: read() for key, read in self._counters.items()}
         except (OSError, ValueError):
             return False
-        for key, value in now.items():
-            used = value - self._last[key]
-            self.joules += (used if used >= 0 else used + self._ranges.get(key, 0)) / 1e6
+        used = [
+            value - self._last[key] + self._ranges.get(key, 0) * (value < self._last[key]) for key, value in now.items()
+        ]
         self._last = now
-        return True
+        self.joules += sum(used) / 1e6
+        return min(used) >= 0
 
 
 def rapl() -> _Source | None:
@@ -78,7 +80,7 @@ def _reader(file: Path) -> Callable[[], int]:
 
 
 def nvml() -> _Source | None:
-    """Return the counters of all NVIDIA GPUs; None if there are none (before Volta they have no counter)."""
+    """Return the energy counters of all NVIDIA GPUs; None if there are none. GPUs before Volta have no counter."""
     try:
         library = ctypes.CDLL(NVML)
     except OSError:

@@ -40,7 +40,7 @@ class ProcessUsage:
             return [None] * len(USAGE)
         if last or self._clock() >= self._next:
             now = self._figures()
-            # Threads and children that have ended took their seconds with them.
+            # Threads that have ended took their seconds with them, and so did children that nobody waited for.
             now[1:3] = [_larger(a, b) for a, b in zip(self._last[1:3], now[1:3], strict=True)]
             self._last = now
         if self._last is self._first:
@@ -50,12 +50,12 @@ class ProcessUsage:
 
     def _figures(self) -> list[float | None]:
         began = self._clock()
-        used = resource.getrusage(resource.RUSAGE_SELF)
+        used, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         queued, children = _threads()
-        cpu = used.ru_utime + used.ru_stime + children
+        cpu = used.ru_utime + used.ru_stime + ended.ru_utime + ended.ru_stime + children
         figures = [began, cpu, queued, _busy_seconds(), used.ru_majflt, _read_mb()]
-        ended = self._clock()
-        self._next = ended + (ended - began) / READ_SHARE
+        now = self._clock()
+        self._next = now + (now - began) / READ_SHARE
         return figures
 
 

@@ -159,7 +159,7 @@ class Case:
         return {"compute": compute, "exchange": np.maximum(replay.exchange * (1 - share), self.least_exchange())}
 
     def least_exchange(self) -> np.ndarray:
-        """Return the seconds that an exchange of few bytes takes, as the ranks do at each sync; (cells,)."""
+        """Return the seconds of exchanges of almost no bytes, (cells,): as many as steps, each like the fastest sync."""
         least: np.ndarray = np.minimum(self.replay.exchange, (self.recorded.sync or 0.0) * self.recorded.steps)
         return least
 
@@ -280,7 +280,7 @@ def _cores(case: Case) -> Iterator[Finding]:
     if lost is None or np.median(lost) < LOST * case.seconds or _outliers(case, case.replay.compute):
         return
     evidence = crowded or "other programs use the cores of these ranks"
-    evidence += f", which took {case.share(np.median(lost))} of a rank's time while it could have run"
+    evidence += f": a rank lost {case.share(np.median(lost))} of its time to others"
     cure = "a core for each rank: fewer ranks, or ask for more cores" if crowded else OWN_CORES
     yield Finding("shared cores", evidence, cure, case.gain(**case.without_loss(lost, range(r.ranks))))
 

@@ -269,7 +269,7 @@ def text(
     link: Link | None = None,
     hosts: Sequence[int] = (),
 ) -> str:
-    """Return the table, and what follows from it. ``hosts``: the numbers of hosts that were asked for."""
+    """Return the table of predictions, and the advice below it. ``hosts``: the numbers that were asked for."""
     lines = [table(HEADER, [cells(row) for row in found]), "", choice(found, wish)]
     if not calibration.model(config.exchange.compression).knows_exchange:
         lines.append("no exchange could be measured, so more ranks are not predicted")

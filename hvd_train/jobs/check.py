@@ -36,6 +36,7 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
             occupied = str(error)
     if config.batch_size == "auto":  # one step of any size
         config = config.model_copy(update={"batch_size": 32})
+        config.notes.append("batch_size: auto: the check takes 32")
     with opened_job(config, verbose) as job:
         communicator, first = job.communicator, job.communicator.rank == 0
         log = WordLog() if first else NullLog()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -15,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_train.checkpoint import store
-from hvd_train.config import Config, changed, load_config
+from hvd_train.config import Config, changed, digest, load_config
 from hvd_train.config.schedules import SCHEDULES
-from hvd_train.errors import CheckpointError, ConfigError, amount
+from hvd_train.errors import CheckpointError, ConfigError, amount, listing
 from hvd_train.files import put
 from hvd_train.launch import logged
 from hvd_train.report.text_tables import table
@@ -27,10 +28,10 @@ from hvd_train.sweep.folder import LOG
 from hvd_train.sweep.local import fit
 from hvd_train.sweep.trials import Trial
 
-CSV = "branches.csv"
+CSV, ABOUT = "branches.csv", "branches.json"
 STEPS = 200  # of the branch with the batch as it is, unless --samples says otherwise
 FEWEST = 10  # steps of the largest batch
-RECOVERS = 1.01  # times the loss with the batch as it is
+RECOVERS = 0.01  # of the loss with the batch as it is, by which another may be larger
 LINEAR = ("sgd",)  # optimizers whose rate grows linearly with the batch (Goyal et al. 2017, arXiv 1706.02677)
 
 
@@ -102,7 +103,10 @@ def opened(
     batches: str,
     samples: int | None,
 ) -> Branches:
-    """Read the checkpoint (or the newest one of a run folder), and check what is asked. Raises ConfigError."""
+    """Prepare the branches of a checkpoint, or of the newest one in a run folder.
+
+    Raises ConfigError if the options do not fit it.
+    """
     times = parse_times(batches)
     if (checkpoint / "checkpoints").is_dir():
         checkpoint = store.newest_readable(checkpoint / "checkpoints")
@@ -116,7 +120,11 @@ def opened(
     # Equal for all, so that each takes whole steps.
     unit = math.lcm(*times) * batch
     step = store.read(checkpoint)[0].step
-    rate = rate_at(checkpoint.parents[1], step) or config.optim.lr
+    yours = config.optim.lr != before.optim.lr
+    rate = config.optim.lr if yours else rate_at(checkpoint.absolute().parents[1], step)
+    if rate is None:
+        what = "the learning rate at the checkpoint is not known, as its run folder has no metrics.jsonl"
+        raise ConfigError(what, where=str(checkpoint), fix="--set optim.lr=0.01, for example")
     return Branches(folder, checkpoint, before, config, ranks, times, -(-samples // unit) * unit, batch, rate, step)
 
 
@@ -143,52 +151,72 @@ def rate_at(run_dir: Path, step: int) -> float | None:
 def measure(branches: Branches, starting: Sequence[str], report: Callable[[str], None]) -> tuple[list[Branch], int]:
     """Train the branches that have not ended; return what became of all, and 0 or the exit code of a signal.
 
-    ``starting``: options of ``fit`` that start the ranks. ``report`` gets a line for each branch.
+    ``starting``: options of ``fit`` that start the ranks. ``report`` gets a line for each branch. Raises ConfigError if
+    the folder holds other branches.
     """
     found: list[Branch] = []
+    _begin(branches)
     for times in branches.times:
         trial = branches.trial(times)
-        run_dir = Path(trial.config.run_dir)
+        run_dir, code = Path(trial.config.run_dir), 0
         if not (run_dir / layout.SUMMARY).exists():
             discard(trial)
             prepare(trial)
             code = fit(trial, [*branches.words(trial), *starting])
             if code in logged.STOPPED:
                 return found, code
-        one = read(branches, times, run_dir)
+        one = read(branches, times, run_dir, code)
         found.append(one)
         told = f"failed: {one.problem}" if one.loss is None else f"{amount(one.steps, 'step')}, val loss {one.loss:.4f}"
         report(f"batch {one.batch:,}: {told}")
     return found, 0
 
 
-def read(branches: Branches, times: int, run_dir: Path) -> Branch:
-    """Return what became of a branch."""
+def _begin(branches: Branches) -> None:
+    """Write what the branches have in common, or compare it with what an earlier call has left."""
+    path, own = branches.folder / ABOUT, {"checkpoint": str(branches.checkpoint.absolute()), "ranks": branches.ranks}
+    own |= {"samples": branches.samples, "rate": branches.rate, "config": digest(branches.config.resolved())}
+    try:
+        branches.folder.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            before = safe_reading.json_object(path)
+            other = [name for name in own if before.get(name) != own[name]]
+            if other:
+                what = f"the folder holds branches with another {listing(other)}"
+                raise ConfigError(what, where=str(branches.folder), fix="give the same options, or another --run-dir")
+        put(path, json.dumps(own).encode())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the branches cannot begin: {error}", where=str(path)) from error
+
+
+def read(branches: Branches, times: int, run_dir: Path, code: int) -> Branch:
+    """Read the result of a branch from its run folder. ``code``: what its training ended with."""
     about = times, times * branches.batch, branches.rate_of(times), branches.steps_of(times)
     try:
         summary = safe_reading.json_object(run_dir / layout.SUMMARY)
-        loss, seconds = summary["val_loss"], summary["time"]
-        if not safe_reading.number(loss):
-            return Branch(*about, problem="its loss is no number")
-        return Branch(*about, float(loss), float(seconds["effective"]) * float(seconds["allocation"]))
+        seconds = float(summary["time"]["effective"]) * float(summary["time"]["allocation"])
     except (OSError, ValueError, KeyError, TypeError):
-        return Branch(*about, problem=logged.reason(run_dir / LOG, 1))
+        return Branch(*about, problem=logged.reason(run_dir / LOG, code))
+    loss = summary.get("val_loss")
+    if not safe_reading.number(loss):
+        return Branch(*about, seconds=seconds, problem="it has no validation loss")
+    return Branch(*about, float(loss), seconds)
 
 
 def largest(found: Sequence[Branch]) -> Branch | None:
     """Return the largest batch whose loss recovers, as do those of all smaller ones; None: nothing to compare."""
     if not found or found[0].loss is None:
         return None
-    best = found[0]
+    best, most = found[0], found[0].loss + RECOVERS * abs(found[0].loss)
     for one in found[1:]:
-        if one.loss is None or one.loss > RECOVERS * found[0].loss:
+        if one.loss is None or one.loss > most:
             break
         best = one
     return best
 
 
 def text(branches: Branches, found: Sequence[Branch]) -> str:
-    """Return the table of the branches, and what it says."""
+    """Return the table of the branches, and a sentence about the largest batch that pays."""
     header = ["batch", "learning rate", "steps", "val loss", "difference", "seconds of steps"]
     rows, base = [], found[0].loss if found else None
     for one in found:
@@ -201,16 +229,15 @@ def text(branches: Branches, found: Sequence[Branch]) -> str:
     best = largest(found)
     if best is None:
         lines.append("Nothing can be said, because the batch as it is has no loss.")
-    elif best.times == 1:
+    elif best.times > 1:
         lines.append(
-            f"A larger batch than {best.batch:,} does not pay: no loss comes within 1 % after as many samples."
+            f"{best.batch:,} is the largest batch whose loss recovers (within 1 %): the same samples in 1/{best.times} "
+            f"of the steps, on up to {best.times} times as many ranks, with a learning rate of {best.rate:.4g}."
         )
+    elif len(found) == 1 or found[1].loss is None:
+        lines.append("No larger batch can be compared.")
     else:
-        more = f" on up to {best.times} times as many ranks" if best.times > 1 else ""
-        lines.append(
-            f"{best.batch:,} is the largest batch whose loss recovers (within 1 %): the same samples in "
-            f"{best.times} times fewer steps{more}, with a learning rate of {best.rate:.4g}."
-        )
+        lines.append(f"No larger batch pays: with {found[1].batch:,} the loss does not come within 1 %.")
     return "\n".join(lines)
 
 

@@ -121,7 +121,7 @@ def hours(measured: Measured) -> Any:
 
 
 def _time_unit(most_hours: float) -> tuple[str, float]:
-    """Return the unit of time for an axis that ends at ``most_hours``, and how many of these units are an hour."""
+    """Return hours, minutes or seconds, whichever suits an axis up to ``most_hours``, and how many are an hour."""
     return ("hours", 1.0) if most_hours >= 1 else ("minutes", 60.0) if most_hours >= 1 / 60 else ("seconds", 3600.0)
 
 

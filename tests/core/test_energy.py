@@ -97,6 +97,8 @@ def test_gpus(tmp_path, monkeypatch):
     used[0] += 1_000
     used[1] += 2_500
     assert one.read(last=True) == {"NVML": 3.5}
+    used[0] = 0  # the driver was loaded again
+    assert one.read(last=True) == {}
 
 
 def test_a_host_counts_once_and_all_hosts_must_have_a_source():

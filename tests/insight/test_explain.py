@@ -161,7 +161,7 @@ def test_what_the_operating_system_knows(tmp_path):
     assert "others" not in findings(alone)[0].evidence.partition("the others")[2]
     crowded = case(tmp_path / "b", parts(2), usage=usage(queued=[1.1, 1.1], busy=[2.0, 2.0]), cores=[[0], [0]])
     first = findings(crowded)[0]
-    assert first.cause == "shared cores" and "2 ranks share 1 core of one, which took 50%" in first.evidence
+    assert first.cause == "shared cores" and "2 ranks share 1 core of one: a rank lost 50% of its" in first.evidence
     assert first.gain == pytest.approx(2.0, abs=0.1)
     taken = usage(queued=[1.0, 1.0], busy=[1.5, 1.5])
     beside = findings(case(tmp_path / "c", parts(2), usage=taken))[0]

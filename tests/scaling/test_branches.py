@@ -36,6 +36,7 @@ def branch(times, loss):
         ([1.0, None, 1.0], 1),
         ([1.0], 1),
         ([None, 1.0], None),
+        ([-5.0, -5.0, -4.96, -4.9], 4),  # a loss of yours may be negative
         ([], None),
     ],
 )
@@ -64,7 +65,7 @@ def test_branches_of_a_run(trained):
     line = ["scale", "--branch", "runs/first", "--batch", "1x,2x,8x", "--samples", "640", "--ranks", "2"]
     told = run(*line, cwd=trained).stdout
     assert told.startswith("from step 360, over 640 samples\n")
-    assert "is the largest batch whose loss recovers (within 1 %)" in told or "does not pay" in told
+    assert "is the largest batch whose loss recovers (within 1 %)" in told or "No larger batch pays" in told
     with open(trained / "runs" / "branches" / "branches.csv") as stream:
         rows = list(csv.DictReader(stream))
     assert [row["global_batch"] for row in rows] == ["8", "16", "64"]
@@ -82,6 +83,8 @@ def test_branches_of_a_run(trained):
     again = run(*line, code=2, cwd=trained).stderr
     assert "the folder holds branches already; runs/branches; --resume trains what is missing" in again
     (trained / "runs" / "branches" / "batch-2x" / "summary.json").unlink()
+    other = [*line[:-3], "1280", *line[-2:], "--resume"]
+    assert "the folder holds branches with another samples; " in run(*other, code=2, cwd=trained).stderr
     more = run(*line, "--resume", cwd=trained)
     assert more.stdout.splitlines()[0] == told.splitlines()[0]
 
@@ -93,6 +96,7 @@ def test_mistakes(trained):
         ("scale", "--branch", "runs/first", "--ranks", "1,2"): "branches train on one number of ranks",
         ("scale", "--branch", "runs/first", "--samples", "100"): "100 samples are fewer than 10 steps of 8 x 4; ",
         ("scale", "--branch", "runs/first", "--weak"): "branches are compared by their loss",
+        ("scale", "--branch", "runs/first", "--repeats", "2"): "branches are compared by their loss",
     }
     for told, expected in zip(commands(*lines, cwd=Path(trained)), lines.values(), strict=True):
         assert told.code in (2, 4) and expected in told.err and told.err.count("\n") == 1, told

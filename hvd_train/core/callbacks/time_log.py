@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.core import energy
+from hvd_train.checkpoint.manifest import Progress
+from hvd_train.core.energy import of_hosts
 from hvd_train.core.process_usage import USAGE
 from hvd_train.core.shares import COUNTED, SHOWN, shown, worth_a_look
 from hvd_train.core.time_account import cell_steps
@@ -72,7 +73,7 @@ class TimeLog:
             training.log.ranks(placed | {"step": p.step})
             self.placed, self._hosts = True, list(hosts)
         if self.placed:
-            self.joules = energy.of_hosts(self._hosts, [one.get("energy", {}) for one in process])
+            self.joules = of_hosts(self._hosts, [one.get("energy", {}) for one in process])
         if whole:
             training.log.steps(window)
         if time.monotonic() - self._written >= ROW_SECONDS:
@@ -83,7 +84,7 @@ class TimeLog:
         if not self._row_steps:
             return
         p = training.progress
-        epoch = p.epoch - (p.epoch > 0 and p.consumed == 0)  # of the last step
+        epoch = _epoch_of_last_step(p)
         mean = dict(zip(SHOWN, np.round(self._row.mean(axis=0), 6).tolist(), strict=True))
         row = {"seconds": round(sum(mean.values()), 6), "steps": round(self._row_steps), **mean}
         training.log.time(epoch, p.step, row | {"memory_bytes": self._memory})
@@ -100,8 +101,7 @@ class TimeLog:
         p, before = training.progress, self._joules_written
         used = {name: (x - before.get(name, 0.0)) / 3600 for name, x in self.joules.items()}
         if used:
-            epoch = p.epoch - (p.epoch > 0 and p.consumed == 0)
-            training.log.energy(epoch, p.step, {"wh": round(sum(used.values()), 4)} | _rounded(used))
+            training.log.energy(_epoch_of_last_step(p), p.step, {"wh": round(sum(used.values()), 4)} | _rounded(used))
             self._joules_written = self.joules
 
     def energy(self) -> dict[str, float]:
@@ -128,6 +128,10 @@ class TimeLog:
         parts = dict(zip(SHOWN, np.round(self._all.mean(axis=0), 3).tolist(), strict=True))
         effective = round(min(counted / allocated, 1.0), 4) if allocated else 0.0
         return parts | {"allocation": round(allocated, 3), "effective": effective}
+
+
+def _epoch_of_last_step(progress: Progress) -> int:
+    return progress.epoch - (progress.epoch > 0 and progress.consumed == 0)
 
 
 def _rounded(values: dict[str, float]) -> dict[str, float]:

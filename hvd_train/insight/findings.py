@@ -159,7 +159,7 @@ class Case:
         return {"compute": compute, "exchange": np.maximum(replay.exchange * (1 - share), self.least_exchange())}
 
     def least_exchange(self) -> np.ndarray:
-        """Return the seconds of exchanges of almost no bytes, (cells,): as many as steps, each like the fastest sync."""
+        """Return the seconds of exchanges of almost no bytes, (cells,): one a step, each like the fastest sync."""
         least: np.ndarray = np.minimum(self.replay.exchange, (self.recorded.sync or 0.0) * self.recorded.steps)
         return least
 

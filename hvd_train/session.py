@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hvd_train.engine.library import use_stock
 from hvd_train.errors import CommunicationError, ConfigError, amount
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.frontends.serial import Serial
@@ -180,7 +181,7 @@ def preload(framework: str, wanted_threads: int | str, ranks: int, verbose: bool
     for name, value in rank_settings(here, framework, threads(wanted_threads, here), verbose).items():
         os.environ.setdefault(name, value)
     _load(framework, verbose, skip_unneeded=True)
-    if FRAMEWORKS[framework].horovod:
+    if FRAMEWORKS[framework].horovod and use_stock():
         with _without_noise(verbose):
             importlib.import_module(FRAMEWORKS[framework].horovod)
 

@@ -93,12 +93,12 @@ def main() -> None:
     except click.exceptions.Abort:
         sys.exit(130)
     except (Exception, KeyboardInterrupt) as error:
-        _end_with(error)
+        end_with(error)
     finally:
         standard_streams.drain()
 
 
-def _end_with(error: BaseException) -> None:
+def end_with(error: BaseException) -> None:
     """Print an error, and exit with its code."""
     # Imported here, because help does not need it.
     from hvd_train.launch.failed_rank import exit_rank, exit_with_error, print_error, rank_tag

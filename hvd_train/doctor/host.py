@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.engine.library import MISSING, horovod
 from hvd_train.errors import TrainError, amount
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.launch.environment import rank_settings, threads
@@ -32,13 +33,18 @@ REPEATS = {"4 KB": 20, "1 MB": 10, "32 MB": 3}
 # Run in a separate process, because a framework may crash during import.
 LOOK = """
 import importlib, json, sys
+from hvd_train.engine import library
 package, module, horovod = sys.argv[1:]
 out = {}
 try:
     out["version"] = importlib.import_module(package).__version__
     out["gpus"] = importlib.import_module(module).gpus()
-    hvd = importlib.import_module(horovod)
-    out.update(mpi=bool(hvd.mpi_built()), gloo=bool(hvd.gloo_built()), nccl=bool(hvd.nccl_built()))
+    if library.use_stock():
+        hvd = importlib.import_module(horovod)
+        out.update(mpi=bool(hvd.mpi_built()), gloo=bool(hvd.gloo_built()), nccl=bool(hvd.nccl_built()))
+    else:
+        hvd = library.load(library.chosen())
+        out.update(mpi=bool(hvd.horovod_mpi_built()), gloo=True, nccl=False)
 except Exception as error:
     out["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
 print(json.dumps(out))
@@ -69,7 +75,7 @@ def doctor(verbose: bool) -> int:
             (one.name, find_tool(one.tool) or "missing", "" if find_tool(one.tool) else one.install)
             for one in startable()
         ),
-        ("Horovod", version("horovod") or "missing", "" if version("horovod") else "run scripts/setup"),
+        ("Horovod", horovod(), "" if horovod() != MISSING else "run scripts/setup"),
     ]
     all_facts = {framework: _look(framework) for framework in FRAMEWORKS}
     for framework, facts in all_facts.items():

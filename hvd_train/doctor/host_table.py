@@ -16,6 +16,7 @@ from typing import Any
 import hvd_train
 from hvd_train.doctor.host import SIZES, reduced, shown
 from hvd_train.doctor.link_speed import HostLink, answering, measure
+from hvd_train.engine.library import horovod
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.launch.interfaces import interfaces
@@ -124,7 +125,7 @@ def common(session: Session) -> dict[str, str]:
     return {
         "Python": platform.python_version(),
         "hvd_train": hvd_train.__version__,
-        "Horovod": version("horovod") or "missing",
+        "Horovod": horovod(),
         **versions,
         "cores": str(os.cpu_count()),
         "GPUs": str(session.module.gpus()),

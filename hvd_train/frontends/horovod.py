@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.checkpoint.serialize import PIECE_BYTES
+from hvd_train.engine.transfers import TransferError
 from hvd_train.errors import (
     SOME_RANK,
     CommunicationError,
@@ -85,6 +86,27 @@ class RankParts:
         return total
 
 
+class StockBindings:
+    """Horovod's own module for a framework, with what our patch (scripts/horovod-*.patch) added to its library."""
+
+    def __init__(self, module: str) -> None:
+        self._module = importlib.import_module(module)
+        self._library = self._module.mpi_ops._basics.MPI_LIB_CTYPES
+        self._stall = getattr(self._library, "horovod_stall", None)
+        if self._stall:
+            self._stall.restype = ctypes.c_char_p
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def failed(self) -> bool:
+        failed = getattr(self._library, "horovod_failed", None)
+        return bool(failed and failed())
+
+    def stall(self) -> str:
+        return self._stall().decode() if self._stall else ""
+
+
 class HorovodCommunicator(ABC):
     """Horovod's life cycle and byte transfers. A subclass adds its framework's tensor collectives, each ``guarded``."""
 
@@ -94,7 +116,6 @@ class HorovodCommunicator(ABC):
     # mpi4py's communicator, if this one covers only some of the ranks.
     part: Any = None
     stages = 1  # of a pipeline; the ranks of one stage are ``stages`` apart
-    module: str
     waited = 0.0
     # A context in which a script's rank waits for other ranks; see launch/status.py.
     slot: Any = None
@@ -107,17 +128,21 @@ class HorovodCommunicator(ABC):
         self._within: dict[str, Any] = {}  # arguments that select these ranks in Horovod
         self._sets: list[Any] = []
 
+    @abstractmethod
+    def _open(self) -> Any:
+        """Load the engine, or Horovod's own module of the same interface."""
+
     def open(self) -> None:
         try:
-            self.hvd: Any = importlib.import_module(self.module)
-        except ImportError as error:
-            raise ConfigError(f"Horovod cannot be used: {error}", where=self.module, fix="run scripts/setup") from error
+            self.hvd: Any = self._open()
+        except (ImportError, OSError) as error:
+            raise ConfigError(f"Horovod cannot be used: {error}", fix="run scripts/setup") from error
         wait_for_ranks(here := world())
         rendezvous.join_world(here)
+        self._make_stage_sets()
         try:
-            # In a sweep, mpi4py has split the ranks into worlds of their own.
-            self.hvd.init(*([self.part] if self.part else []), **self._stage_sets())
-        except ValueError as error:  # Horovod has printed the reason
+            self._connect()
+        except (ValueError, TransferError) as error:  # Horovod has printed the reason
             fix = "see the lines above; a rank may have ended, or a network does not reach the others"
             raise CommunicationError("Horovod cannot connect the ranks", fix=fix) from error
         self.rank, self.size = self.hvd.rank(), self.hvd.size()
@@ -136,12 +161,16 @@ class HorovodCommunicator(ABC):
                 f"{ALONE} {' '.join(names)}",
             )
 
-    def _stage_sets(self) -> dict[str, Any]:
+    def _connect(self) -> None:
+        """Connect the ranks: those of ``part``, in a sweep that mpi4py has split into worlds of their own, or all."""
+        sets = {"process_sets": self._sets} if self._sets else {}
+        self.hvd.init(*([self.part] if self.part else []), **sets)
+
+    def _make_stage_sets(self) -> None:
         """Make a Horovod process set for the ranks of each stage, if there are several stages of several ranks."""
         if 1 < self.stages < self._expected:
             stages = range(self.stages)
             self._sets = [self.hvd.ProcessSet([*range(stage, self._expected, self.stages)]) for stage in stages]
-        return {"process_sets": self._sets} if self._sets else {}
 
     def of_stage(self) -> HorovodCommunicator:
         """Return the communicator of the ranks of this rank's stage."""
@@ -156,14 +185,9 @@ class HorovodCommunicator(ABC):
         self.hvd.shutdown()
 
     def failure(self, error: BaseException | None = None) -> TrainError | None:
-        # Added by our patch (scripts/horovod-*.patch): we cannot see an operation fail inside a graph.
-        library = self.hvd.mpi_ops._basics.MPI_LIB_CTYPES
-        unseen = getattr(library, "horovod_failed", None)
-        if self._failure is None and (_ended_transfers(error) or (unseen and unseen())):
-            stalled = getattr(library, "horovod_stall", None)
-            if stalled:
-                stalled.restype = ctypes.c_char_p
-            self._failure = _failure_of(error, stalled().decode() if stalled else "", self.left())
+        # We cannot see an operation fail inside a graph.
+        if self._failure is None and (_ended_transfers(error) or self.hvd.failed()):
+            self._failure = _failure_of(error, self.hvd.stall(), self.left())
         return self._failure
 
     @abstractmethod
@@ -250,9 +274,9 @@ class HorovodCommunicator(ABC):
 def _ended_transfers(error: BaseException | None) -> bool:
     """Return whether the error means that Horovod has shut down its transfers."""
     # horovod.torch has an error class; TensorFlow's errors name the operation in their text.
-    kind = type(error).__name__
-    graph = kind in ("UnknownError", "FailedPreconditionError", "InvalidArgumentError") and "Horovod" in str(error)
-    return kind == "HorovodInternalError" or graph
+    kind, text = type(error).__name__, str(error)
+    graph = kind in ("UnknownError", "FailedPreconditionError", "InvalidArgumentError", "AbortedError")
+    return kind in ("TransferError", "HorovodInternalError") or (graph and ("Horovod" in text or "HvdTrain" in text))
 
 
 def _failure_of(error: BaseException | None, stalled: str, left: Sequence[int]) -> TrainError:

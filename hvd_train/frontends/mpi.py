@@ -37,6 +37,13 @@ def mpi_world(here: World) -> Any:
     return ranks
 
 
+def address_of(mpi: Any) -> int:
+    """Return where the MPI_Comm of mpi4py's communicator lies."""
+    from mpi4py import MPI
+
+    return MPI._addressof(mpi)
+
+
 def leave(code: int) -> NoReturn:
     """End all ranks together, and finalize MPI before Python exits, where its clean-up would collide with Horovod's."""
     from mpi4py import MPI

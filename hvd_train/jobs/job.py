@@ -14,6 +14,7 @@ from hvd_train.core.agreement import agree_on_start, collectively
 from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataSet
 from hvd_train.data.loader import Loader
+from hvd_train.engine.library import horovod
 from hvd_train.errors import TrainError
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.jobs.class_weights import with_class_weights
@@ -172,6 +173,6 @@ def with_classes(config: Config, sample: Sample) -> Config:
 
 def versions(config: Config) -> dict[str, str]:
     """Return the versions of the packages that a run depends on."""
-    names = (*FRAMEWORKS[config.framework].packages, "horovod", "numpy")
+    names = (*FRAMEWORKS[config.framework].packages, "numpy")
     installed = {name: number for name in names if (number := version(name))}
-    return {"hvd_train": __version__, "python": platform.python_version(), **installed}
+    return {"hvd_train": __version__, "python": platform.python_version(), "horovod": horovod(), **installed}

@@ -3,24 +3,63 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from hvd_train.engine.library import use_stock
+from hvd_train.engine.transfers import TYPES, Block
 from hvd_train.frameworks import PYTORCH
-from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, guarded
+from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, StockBindings, guarded
+from hvd_train.frontends.on_engine import EagerEngine
+
+TYPE_NAMES = {getattr(torch, name): name for name in TYPES if hasattr(torch, name)}
+
+
+class EngineTorch(EagerEngine):
+    """The engine over tensors in host memory; those of a GPU are copied there and back."""
+
+    def _block(self, x) -> Block:
+        if not x.is_contiguous():
+            raise ValueError("a tensor that is exchanged must be contiguous")
+        return Block(x.data_ptr(), x.shape, TYPE_NAMES[x.dtype])
+
+    def _of_array(self, array) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+    def allreduce_async(self, x, name, op="sum") -> Any:
+        start = super().allreduce_async
+        return OnHost(start(x.cpu(), name, op), x) if x.is_cuda else start(x, name, op)
+
+    def allgather_async(self, x, name) -> Any:
+        start = super().allgather_async
+        return OnHost(start(x.cpu(), name), x) if x.is_cuda else start(x.contiguous(), name)
+
+    def alltoall_async(self, x, sizes, name) -> Any:
+        start = super().alltoall_async
+        return OnHost(start(x.cpu(), sizes, name), x) if x.is_cuda else start(x.contiguous(), sizes, name)
+
+    def _result(self, transfer) -> torch.Tensor:
+        if not isinstance(transfer, OnHost):
+            return super()._result(transfer)
+        received = super()._result(transfer.transfer)
+        return transfer.place.copy_(received) if transfer.transfer.in_place else received.to(transfer.place.device)
 
 
 @dataclass(frozen=True)
 class OnHost:
-    """An allreduce in host memory, whose result is copied back to ``place`` on a GPU."""
+    """A transfer of the copy in host memory of ``place``, a tensor of a GPU."""
 
-    transfer: int
+    transfer: Any
     place: torch.Tensor
 
 
 class HorovodTorch(HorovodCommunicator):
-    module = PYTORCH.horovod
+    """Horovod's own bindings, for GPUs."""
+
+    def _open(self) -> StockBindings:
+        return StockBindings(PYTORCH.horovod)
 
     @guarded
     def allreduce_async(self, x, name, op="sum") -> int | OnHost:
@@ -59,5 +98,5 @@ class HorovodTorch(HorovodCommunicator):
         return self.hvd.alltoall(torch.from_numpy(data), splits=list(sizes), name=name, **self._within)[0].numpy()
 
 
-def make_communicator(expected_size: int) -> HorovodTorch:
-    return HorovodTorch(expected_size)
+def make_communicator(expected_size: int) -> HorovodCommunicator:
+    return HorovodTorch(expected_size) if use_stock() else EngineTorch(expected_size)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from hvd_train.engine.library import TENSORFLOW_OP, use_stock
 from hvd_train.frameworks import TENSORFLOW
-from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, guarded
+from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, StockBindings, guarded
+from hvd_train.frontends.on_engine import OPS, EngineCommunicator
 from hvd_train.frontends.tensorflow.graphs import graph
 from hvd_train.frontends.traffic import Traffic
 
@@ -30,18 +34,79 @@ class GraphTraffic(Traffic):
         return super().total() + float(self._tensors.numpy())
 
 
+class EngineTensorFlow(EngineCommunicator):
+    """The engine as operations of TensorFlow. The handle of a transfer is its result: the graph knows what depends on
+    it."""
+
+    def _open(self) -> Any:
+        engine = super()._open()
+        self._op = operations(engine.library)
+        return engine
+
+    def traffic(self) -> Traffic:
+        return GraphTraffic()
+
+    @guarded
+    def allreduce_async(self, x, name, op="sum") -> tf.Tensor:
+        self._check(op)
+        factor = 1.0
+        if op == "average" and x.dtype != tf.float64:
+            # The engine's own average takes another pass. An operation's factor has 32 bits.
+            op, factor = "sum", 1 / self.size
+        return self._op.hvd_train_allreduce(
+            x,
+            tensor_name=f"allreduce.{name}",
+            reduce_op=OPS[op],
+            prescale=factor,
+            process_set=self._process_set,
+        )
+
+    @guarded
+    def allgather_async(self, x, name) -> tf.Tensor:
+        received = self._op.hvd_train_allgather(x, tensor_name=f"allgather.{name}", process_set=self._process_set)
+        return _with_rows(received, x)
+
+    @guarded
+    def alltoall_async(self, x, sizes, name) -> tf.Tensor:
+        sizes = tf.constant(sizes, tf.int32)
+        received, _ = self._op.hvd_train_alltoall(
+            x, sizes, tensor_name=f"alltoall.{name}", process_set=self._process_set
+        )
+        return _with_rows(received, x)
+
+    def synchronize(self, handle) -> tf.Tensor:
+        # In a graph, nobody else knows how much was received.
+        return tf.reshape(handle.add(handle.transfer), (handle.length,)) if isinstance(handle, RankParts) else handle
+
+
+def _with_rows(received: tf.Tensor, sent: tf.Tensor) -> tf.Tensor:
+    """Tell a graph the shape of what was received: as many rows as there are, each as those sent."""
+    received.set_shape(tf.TensorShape([None]).concatenate(sent.shape[1:]))
+    return received
+
+
+@functools.cache
+def operations(library: ctypes.CDLL) -> Any:
+    """Return the module of operations that start the collectives of ``library``."""
+    module = tf.load_op_library(str(TENSORFLOW_OP))
+    functions = library.engine_start, library.engine_free, library.engine_error
+    ctypes.CDLL(str(TENSORFLOW_OP)).engine_use(*[ctypes.cast(function, ctypes.c_void_p) for function in functions])
+    return module
+
+
 class HorovodTensorFlow(HorovodCommunicator):
-    """Horovod in TensorFlow. The handle of a transfer is its result: TensorFlow's graph knows what depends on it.
+    """Horovod's own bindings, for GPUs.
 
     Transfers' names omit the scope of their graph. One rank may run a single step while another, whose steps were
     faster, runs several in a loop, and their transfers must match.
     """
 
-    module = TENSORFLOW.horovod
-
     def __init__(self, expected_size: int) -> None:
         super().__init__(expected_size)
         self._gathers: dict[str, Callable] = {}
+
+    def _open(self) -> StockBindings:
+        return StockBindings(TENSORFLOW.horovod)
 
     def of_stage(self) -> HorovodCommunicator:
         some = super().of_stage()
@@ -94,5 +159,5 @@ class HorovodTensorFlow(HorovodCommunicator):
         return self.hvd.alltoall(tf.constant(data), tf.constant(sizes, tf.int32), name=name, **self._within)[0].numpy()
 
 
-def make_communicator(expected_size: int) -> HorovodTensorFlow:
-    return HorovodTensorFlow(expected_size)
+def make_communicator(expected_size: int) -> HorovodCommunicator:
+    return HorovodTensorFlow(expected_size) if use_stock() else EngineTensorFlow(expected_size)

@@ -27,6 +27,11 @@ def mpi_built() -> bool:
     """Return whether Horovod speaks MPI."""
     from importlib.util import find_spec
 
+    from hvd_train.engine.library import built, use_stock
+
+    if not use_stock():
+        return any(name != "gloo" for name in built())
+
     # From the linked libraries, because importing Horovod imports a framework, which takes seconds.
     spec = find_spec("horovod")
     if spec is None or spec.origin is None:

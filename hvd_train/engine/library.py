@@ -1,0 +1,117 @@
+"""Find and load the compiled engine: one library with Open MPI, one with MPICH and one with Gloo alone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+VERSION, MISSING = "0.28.1", "missing"
+BINDINGS = (
+    "HVD_TRAIN_BINDINGS"  # stock or engine; for scripts that import horovod.torch or horovod.tensorflow themselves
+)
+FOLDER = Path(__file__).parent / "lib"
+TENSORFLOW_OP = FOLDER / "tensorflow.so"
+# {library: the file name of the MPI that it was compiled for}; Gloo is in each.
+MPI = {"openmpi": "libmpi.so.40", "mpich": "libmpi.so.12", "gloo": ""}
+
+
+class EngineCall(ctypes.Structure):
+    """``EngineCall`` of native/engine.h."""
+
+    _fields_ = (
+        ("collective", ctypes.c_int),
+        ("count", ctypes.c_int),
+        ("names", ctypes.POINTER(ctypes.c_char_p)),
+        ("inputs", ctypes.POINTER(ctypes.c_void_p)),
+        ("outputs", ctypes.POINTER(ctypes.c_void_p)),
+        ("dims", ctypes.POINTER(ctypes.c_int)),
+        ("shapes", ctypes.POINTER(ctypes.c_int64)),
+        ("dtype", ctypes.c_int),
+        ("reduce_op", ctypes.c_int),
+        ("root", ctypes.c_int),
+        ("prescale", ctypes.c_double),
+        ("postscale", ctypes.c_double),
+        ("process_set", ctypes.c_int),
+        ("splits", ctypes.POINTER(ctypes.c_int32)),
+        ("split_count", ctypes.c_int),
+        ("allocate", ctypes.c_void_p),
+        ("done", ctypes.c_void_p),
+        ("argument", ctypes.c_void_p),
+    )
+
+
+def built() -> list[str]:
+    """Return the names of the compiled libraries, those with MPI first."""
+    return [name for name in MPI if _file(name).exists()]
+
+
+def use_stock(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether Horovod's own bindings are to be used: where the engine is not built, or BINDINGS says so."""
+    return environ.get(BINDINGS, "") == "stock" or not built()
+
+
+def horovod() -> str:
+    """Return Horovod's version and bindings, or MISSING."""
+    if not use_stock():
+        return f"{VERSION}, engine with {', '.join(built())}"
+    try:
+        return f"{metadata.version('horovod')}, its own bindings"
+    except metadata.PackageNotFoundError:
+        return MISSING
+
+
+def load(name: str) -> ctypes.CDLL:
+    """Load the library ``name`` of ``MPI`` and declare its functions.
+
+    Raises OSError if it or its MPI cannot be loaded.
+    """
+    if MPI[name]:
+        _load_mpi(MPI[name])
+    library = ctypes.CDLL(str(_file(name)))
+    library.engine_start.argtypes = [ctypes.POINTER(EngineCall)]
+    library.engine_start.restype = ctypes.c_void_p
+    library.engine_ended.argtypes = library.engine_free.argtypes = [ctypes.c_void_p]
+    library.engine_free.restype = None
+    library.engine_wait.argtypes = [ctypes.c_void_p, ctypes.c_double]
+    library.engine_output.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+    library.engine_error.restype = library.horovod_stall.restype = ctypes.c_char_p
+    library.horovod_init.restype = library.horovod_mpi_enabled.restype = ctypes.c_bool
+    library.horovod_shutdown.restype = None
+    if MPI[name]:
+        library.horovod_init_multi_comm.restype = ctypes.c_bool
+    return library
+
+
+def _file(name: str) -> Path:
+    return FOLDER / f"{name}.so"
+
+
+def _load_mpi(file_name: str) -> None:
+    """Load the MPI library that belongs to mpirun on PATH, or to this environment, or that the loader finds."""
+    tool = shutil.which("mpirun") or shutil.which("mpiexec")
+    # A wheel's MPI lies in the environment, a module's beside its tools.
+    homes = [Path(os.path.realpath(tool)).parent.parent] if tool else []
+    candidates = [str(home / part / file_name) for home in (*homes, Path(sys.prefix)) for part in ("lib", "lib64")]
+    for candidate in (file_name, *candidates):
+        try:
+            # Global: Open MPI's plugins look for its functions there.
+            ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
+            return
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+def chosen(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the library for this process: that of the MPI which started it, else any, as all have Gloo."""
+    names = built()
+    hydra = "PMI_RANK" in environ and "OMPI_COMM_WORLD_RANK" not in environ
+    wanted = ["mpich", "openmpi"] if hydra else ["openmpi", "mpich"]
+    if environ.get("HOROVOD_CONTROLLER") == "gloo":
+        wanted = ["gloo", *wanted]
+    return next(name for name in (*wanted, "gloo") if name in names)

@@ -7,10 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from hvd_train.engine.library import MISSING, horovod
 from hvd_train.launch.start import command, environment
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 3600  # of a whole world, on a busy machine; a case has its own limit, which ends a hang
+
+
+def needs_horovod() -> None:
+    """Skip a test that starts ranks where there is no Horovod, as with ``scripts/test --quick``."""
+    if horovod() == MISSING:
+        pytest.skip("Horovod is missing")
 
 
 def launch(

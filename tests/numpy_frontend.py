@@ -1,6 +1,6 @@
 """A third framework, whole: softmax regression in NumPy. It trains, evaluates, predicts, resumes, and sums over ranks.
 
-It needs neither Horovod nor another framework. What a framework gives stands in the order of the page "extending":
+It needs no other framework. What a framework gives stands in the order of the page "extending":
 operations, model, optimizer, communicator, and the functions of its module. ``tests/numpy_ranks.py`` has its record.
 """
 
@@ -16,9 +16,8 @@ import numpy as np
 from hvd_train.config import OptimConfig, TaskConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.base import StateTree
-from hvd_train.frontends.mpi import MpiWindow, mpi_world
 from hvd_train.frontends.named_arrays import NamedArrays, TensorLayout
-from hvd_train.launch.environment import world
+from hvd_train.frontends.on_engine import EngineNumpy
 from hvd_train.protocol import Field, Groups, Packing, Sample, TensorSpec
 from hvd_train.task.task import Task
 from hvd_train.update.state import EagerCell, EagerControl
@@ -324,7 +323,7 @@ class NumpySGD(NamedArrays):
             self.slots[key.split("/", 2)[2]] = np.array(array)
 
 
-# ---- the communicator (protocol.Communicator)
+# ---- a communicator (protocol.Communicator) for ranks that are threads; launched ranks take EngineNumpy
 
 
 class Gathered:
@@ -383,24 +382,6 @@ class Gathered:
         self.timed(None)
 
 
-class Processes(Gathered):
-    """Ranks that mpirun has started, over mpi4py."""
-
-    mpi = True
-
-    def open(self):
-        here = world()
-        self._world = mpi_world(here)
-        self.rank, self.size = here.rank, here.size
-        self.local_rank, self.local_size = here.local_rank, here.local_size
-
-    def everyone(self, value):
-        return self._world.allgather(value)
-
-    def window(self, entries, dtype):
-        return MpiWindow(self._world, entries, dtype)
-
-
 # ---- the module (protocol.FrontEndModule, protocol.CommunicatorModule)
 
 
@@ -439,4 +420,4 @@ def gpus():
 
 
 def make_communicator(expected_size):
-    return Processes()
+    return EngineNumpy(expected_size)

@@ -109,6 +109,9 @@ class EagerEngine(EngineCommunicator):
 class EngineNumpy(EagerEngine):
     """The engine over NumPy's arrays."""
 
+    def allreduce_async(self, x, name, op="sum") -> Handle:
+        return super().allreduce_async(np.array(x), name, op)  # not in place: x may be a number
+
     def _block(self, x) -> Block:
         return transfers.block(x)
 

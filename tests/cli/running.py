@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
+from tests.launching import needs_horovod
 from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +34,7 @@ def run(
     *arguments: str, cwd: Path = ROOT, code: int | None = 0, seconds: int = SECONDS, **environ: str
 ) -> subprocess.CompletedProcess:
     """Run ``hvd-train`` to its end. ``code``: what it must end with; None: anything."""
-    pytest.importorskip("horovod")
+    needs_horovod()
     line = [sys.executable, "-m", "hvd_train", *arguments]
     own = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
     done = subprocess.run(line, cwd=cwd, env=own, capture_output=True, text=True, timeout=seconds, check=False)

@@ -22,6 +22,7 @@ from hvd_train.data.formats import read_digits
 from hvd_train.data.packed_manifest import summary as manifest_summary
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.launch.start import environment
+from tests.launching import needs_horovod
 from tests.limits import SECONDS
 from tests.rank_threads import run_ranks
 
@@ -220,7 +221,7 @@ def test_a_fault_while_packing(tmp_path, photos):
 
 def test_ranks_share_the_work(tmp_path, photos):
     """Two ranks of mpirun pack and check."""
-    pytest.importorskip("horovod")
+    needs_horovod()
     line = [*MPIRUN, str(BIN / "hvd-train"), "data", "pack", str(photos), str(tmp_path / "packed")]
     done = subprocess.run(line, env=PYTHON, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0 and "8 files" in done.stdout and "2 ranks" in done.stdout, done.stderr

@@ -21,6 +21,7 @@ from hvd_train.launch.start import environment
 from hvd_train.protocol import Groups
 from hvd_train.verify.compare_worlds import verify
 from tests import numpy_frontend, numpy_ranks
+from tests.launching import needs_horovod
 from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +93,7 @@ def test_two_ranks_of_numpy_train_as_one(tmp_path):
 
 
 def test_two_ranks_of_numpy_are_verified(monkeypatch, capfd):
-    pytest.importorskip("horovod")  # which -np starts ranks with
+    needs_horovod()
     monkeypatch.setitem(FRAMEWORKS, "numpy", numpy_ranks.NUMPY)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where the ranks find this module
     assert verify(load_config(None, SETS), 2, 3, module=numpy_ranks.__name__) == 0

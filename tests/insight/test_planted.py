@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from hvd_train.engine.library import MISSING, horovod
 from tests.cli.running import commands
 from tests.insight.planted import FAULTS, foretold, sleeping, trained, tried
 
-pytest.importorskip("horovod")
+pytestmark = pytest.mark.skipif(horovod() == MISSING, reason="Horovod is missing")
 
 
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -92,19 +94,30 @@ def _file(name: str) -> Path:
 
 
 def _load_mpi(file_name: str) -> None:
-    """Load the MPI library that belongs to mpirun on PATH, or to this environment, or that the loader finds."""
+    """Load the MPI library that this process has loaded (mpi4py), or that lies beside mpirun, or that the loader finds.
+
+    Global, because Open MPI's plugins look for its functions there.
+    """
+    with suppress(OSError):
+        ctypes.CDLL(file_name, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
+        return
     tool = shutil.which("mpirun") or shutil.which("mpiexec")
-    # A wheel's MPI lies in the environment, a module's beside its tools.
     homes = [Path(os.path.realpath(tool)).parent.parent] if tool else []
-    candidates = [str(home / part / file_name) for home in (*homes, Path(sys.prefix)) for part in ("lib", "lib64")]
-    for candidate in (file_name, *candidates):
-        try:
-            # Global: Open MPI's plugins look for its functions there.
-            ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
-            return
-        except OSError as error:
-            failure = error
-    raise failure
+    for home in (*homes, Path(sys.prefix)):  # a package from PyPI puts MPI into the environment
+        for part in ("lib", "lib64"):
+            with suppress(OSError):
+                ctypes.CDLL(str(home / part / file_name), mode=ctypes.RTLD_GLOBAL)
+                return
+    ctypes.CDLL(file_name, mode=ctypes.RTLD_GLOBAL)
+
+
+def lacking() -> str:
+    """Return what the engine needs and this processor lacks, or ""."""
+    try:
+        found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return ", ".join(one for one in ("avx", "f16c", "fma") if found and one not in found[1].split())
 
 
 def chosen(environ: Mapping[str, str] = os.environ) -> str:

@@ -97,8 +97,6 @@ class ProcessSet:
 class Engine:
     """Horovod in one process."""
 
-    ProcessSet = ProcessSet
-
     def __init__(self, name: str) -> None:
         self.library = load(name)
 

@@ -170,7 +170,10 @@ class HorovodCommunicator(ABC):
         """Make a Horovod process set for the ranks of each stage, if there are several stages of several ranks."""
         if 1 < self.stages < self._expected:
             stages = range(self.stages)
-            self._sets = [self.hvd.ProcessSet([*range(stage, self._expected, self.stages)]) for stage in stages]
+            self._sets = [self._set_of([*range(stage, self._expected, self.stages)]) for stage in stages]
+
+    def _set_of(self, ranks: list[int]) -> Any:
+        return self.hvd.ProcessSet(ranks)
 
     def of_stage(self) -> HorovodCommunicator:
         """Return the communicator of the ranks of this rank's stage."""

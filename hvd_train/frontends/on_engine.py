@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 
 from hvd_train.engine import transfers
-from hvd_train.engine.library import chosen
+from hvd_train.engine.library import BINDINGS, chosen, lacking
 from hvd_train.engine.transfers import ADASUM, ALLGATHER, ALLREDUCE, ALLTOALL, AVERAGE, BROADCAST, SUM, Block
+from hvd_train.errors import ConfigError
 from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, guarded
 from hvd_train.frontends.mpi import address_of
 from hvd_train.protocol import Handle, Tensor
 
+STOCK = ("horovod.torch", "horovod.tensorflow")
 OPS = {"sum": SUM, "average": AVERAGE, "adasum": ADASUM}
 
 
@@ -21,7 +24,19 @@ class EngineCommunicator(HorovodCommunicator):
     """A subclass has the tensor collectives of its framework; bytes travel as NumPy's arrays."""
 
     def _open(self) -> transfers.Engine:
-        return transfers.Engine(chosen())
+        if missing := lacking():
+            raise ConfigError(f"the engine needs a processor with {missing} (2013 or newer)", fix="take another host")
+        if others := sorted(name for name in STOCK if name in sys.modules):
+            what = f"two Horovods in one process: hvd_train's engine, and {others[0]}, which this process has imported"
+            raise ConfigError(what, where=others[0], fix=f"do not import it, or set {BINDINGS}=stock")
+        try:
+            return transfers.Engine(chosen())
+        except OSError as error:
+            fix = "load the MPI that starts the ranks, or take --launcher horovodrun, which needs none"
+            raise ConfigError(f"the engine cannot be loaded: {error}", fix=fix) from error
+
+    def _set_of(self, ranks: list[int]) -> transfers.ProcessSet:
+        return transfers.ProcessSet(ranks)
 
     def _connect(self) -> None:
         self.hvd.init(self._sets, address_of(self.part) if self.part else None)

@@ -13,6 +13,7 @@ from hvd_train.engine.transfers import TYPES, Block
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, StockBindings, guarded
 from hvd_train.frontends.on_engine import EagerEngine
+from hvd_train.protocol import Communicator
 
 TYPE_NAMES = {getattr(torch, name): name for name in TYPES if hasattr(torch, name)}
 
@@ -98,5 +99,5 @@ class HorovodTorch(HorovodCommunicator):
         return self.hvd.alltoall(torch.from_numpy(data), splits=list(sizes), name=name, **self._within)[0].numpy()
 
 
-def make_communicator(expected_size: int) -> HorovodCommunicator:
+def make_communicator(expected_size: int) -> Communicator:
     return HorovodTorch(expected_size) if use_stock() else EngineTorch(expected_size)

@@ -16,6 +16,7 @@ from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, StockBin
 from hvd_train.frontends.on_engine import OPS, EngineCommunicator
 from hvd_train.frontends.tensorflow.graphs import graph
 from hvd_train.frontends.traffic import Traffic
+from hvd_train.protocol import Communicator
 
 
 class GraphTraffic(Traffic):
@@ -159,5 +160,5 @@ class HorovodTensorFlow(HorovodCommunicator):
         return self.hvd.alltoall(tf.constant(data), tf.constant(sizes, tf.int32), name=name, **self._within)[0].numpy()
 
 
-def make_communicator(expected_size: int) -> HorovodCommunicator:
+def make_communicator(expected_size: int) -> Communicator:
     return HorovodTensorFlow(expected_size) if use_stock() else EngineTensorFlow(expected_size)

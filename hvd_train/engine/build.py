@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""Compiles the engine: python hvd_train/engine/build.py [--mpi MPICC,MPICC,none] [--tensorflow INCLUDE] [--zig TARGET]
+
+Fetches Horovod's pinned source, applies our patch, and compiles ``native`` with it into ``lib``: a file for the MPI of
+each mpicc (default: the one on PATH), and with ``none`` one for Gloo alone. What was compiled before lies in the user's
+cache. ``--tensorflow``: only TensorFlow's operations, with the C headers in this folder. ``--zig``: for hosts of a kind
+and with its glibc or a newer one (x86_64-linux-gnu.2.28), by the compiler of the package ziglang.
+
+Needs cmake, ninja and patch_ng, but not hvd_train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+NATIVE, LIB = HERE / "native", HERE / "lib"
+VERSION = "0.28.1"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+PATCH = HERE.parents[1] / "scripts" / f"horovod-{VERSION}.patch"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_train"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mpi", default=shutil.which("mpicc"), metavar="MPICC,...")
+    parser.add_argument("--tensorflow", type=Path, metavar="INCLUDE")
+    parser.add_argument("--zig", default="", metavar="TARGET")
+    parser.add_argument("--source", type=Path, metavar="FOLDER", help="only put the patched source there")
+    options = parser.parse_args()
+    if options.source:
+        fetch(options.source)
+        return
+    if options.tensorflow:
+        compile_operations(options.tensorflow)
+        return
+    if not options.mpi:
+        sys.exit("error: Could NOT find MPI: no mpicc is on PATH")
+    folders = [compiled(mpicc.replace("none", ""), options.zig) for mpicc in options.mpi.split(",")]
+    shutil.rmtree(LIB, ignore_errors=True)
+    LIB.mkdir()
+    for folder in folders:
+        for built in folder.glob("*.so"):
+            shutil.copy(built, LIB)
+
+
+def compiled(mpicc: str, zig: str) -> Path:
+    """The folder with the library of an MPI, compiled now or before."""
+    folder = CACHE / "engine" / key(mpicc, zig)
+    if (folder / "done").exists():
+        return folder
+    with tempfile.TemporaryDirectory(prefix="hvd_train-") as temporary:
+        work = Path(temporary)
+        cmake: list[Any] = ["cmake", "-G", "Ninja", "-S", NATIVE, "-B", work / "build", f"-DHOROVOD={fetch(work)}"]
+        cmake += ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_POLICY_VERSION_MINIMUM=3.5"]
+        cmake += ["-DWITH_MPI=ON", f"-DMPI_C_COMPILER={mpicc}"] if mpicc else ["-DWITH_MPI=OFF"]
+        cmake += zig_compilers(work, zig) if zig else []
+        subprocess.run(cmake, check=True)
+        subprocess.run(["ninja", "-C", work / "build", *jobs()], check=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for built in (work / "build").glob("engine-*.so"):
+            shutil.copy(built, folder / built.name.removeprefix("engine-"))
+        (folder / "done").touch()
+    return folder
+
+
+def zig_compilers(work: Path, target: str) -> list[str]:
+    options = []
+    for language, name in (("C", "cc"), ("CXX", "c++")):
+        wrapper = work / name
+        wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} -m ziglang {name} -target {target} "$@"\n')
+        wrapper.chmod(0o755)
+        options.append(f"-DCMAKE_{language}_COMPILER={wrapper}")
+    return options
+
+
+def key(mpicc: str, zig: str) -> str:
+    """A digest of all that the library depends on."""
+    shown = subprocess.run([mpicc, "-show"], capture_output=True, text=True, check=False).stdout if mpicc else ""
+    compiler = subprocess.run(["c++", "-dumpversion"], capture_output=True, text=True, check=False).stdout
+    system = [platform.machine(), compiler.split(".")[0].strip(), os.confstr("CS_GNU_LIBC_VERSION"), zig]
+    texts = [path.read_text() for path in (PATCH, Path(__file__), *sorted(NATIVE.iterdir()))]
+    return hashlib.sha256(json.dumps([shown, system, texts, SHA256]).encode()).hexdigest()[:16]
+
+
+def jobs() -> list[str]:
+    """A core and 1.5 GB for each call of the compiler."""
+    given = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL")
+    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return [f"-j{given or max(1, min(len(os.sched_getaffinity(0)), int(memory_gb / 1.5)))}"]
+
+
+def fetch(work: Path) -> Path:
+    """Horovod's source, unpacked in ``work`` and patched."""
+    import patch_ng
+
+    archive = CACHE / f"horovod-{VERSION}.tar.gz"
+    if not archive.exists() or hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
+        work.mkdir(parents=True, exist_ok=True)
+        (work / "horovod.txt").write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
+        take = ["--no-deps", "--no-binary", "horovod", "--no-build-isolation", "--require-hashes"]
+        pip: list[Any] = [sys.executable, "-m", "pip", "download", "-d", CACHE, *take, "-r", work / "horovod.txt"]
+        subprocess.run(pip, check=True)
+    shutil.unpack_archive(archive, work)
+    source = work / f"horovod-{VERSION}"
+    if not patch_ng.fromfile(str(PATCH)).apply(strip=1, root=str(source)):
+        sys.exit(f"error: {PATCH.name} does not fit")
+    return source
+
+
+def compile_operations(include: Path) -> None:
+    line: list[Any] = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-w", "-isystem", include, "-static-libstdc++"]
+    line += ["-static-libgcc", "-s", NATIVE / "tensorflow_op.cc", "-o", LIB / "tensorflow.so"]
+    subprocess.run(line, check=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)

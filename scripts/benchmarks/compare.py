@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -82,7 +83,9 @@ def engines(framework: str, model: str) -> list[Engine]:
             peers.append(Engine(framework, "DDP (channels last)", "torchrun"))
             alone.append(Engine(framework, "copies (channels last)", "copies"))
         peers += [Engine(framework, name, "torchrun") for name in ("Lightning", "Accelerate")]
-        return [*ours, *peers, Engine(framework, "Horovod", "mpirun"), *alone]
+        if find_spec("horovod"):  # scripts/setup --bindings both
+            peers.append(Engine(framework, "Horovod", "mpirun"))
+        return [*ours, *peers, *alone]
     # Legacy Keras does not support the layers of these two.
     peers = [] if model in ("gpt", "thin") else [Engine(framework, "MultiWorker", "workers")]
     return [*ours, *peers, *alone]

@@ -13,7 +13,7 @@ PAGES = Path(hvd_train.__file__).parent / "guide"
 ORDER = (
     "first-run", "model-and-data", "images", "tables", "lengths", "own-loss", "optimizers", "learning-rate",
     "fine-tuning", "resume", "results", "verify", "sweep", "packing", "recipes", "python-api", "own-script",
-    "pytorch-script", "keras-script", "migrate", "clusters", "hosts", "slurm", "containers", "parallel",
+    "pytorch-script", "keras-script", "migrate", "install", "clusters", "hosts", "slurm", "containers", "parallel",
     "performance", "ranks", "plan", "slow", "errors", "measurements", "glossary", "how-it-is-built", "extending",
 )  # fmt: skip
 

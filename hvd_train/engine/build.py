@@ -87,6 +87,7 @@ def zig_compilers(work: Path, target: str) -> list[str]:
 def key(mpicc: str, zig: str) -> str:
     """A digest of all that the library depends on."""
     shown = subprocess.run([mpicc, "-show"], capture_output=True, text=True, check=False).stdout if mpicc else ""
+    shown = shown.replace(str(Path(mpicc).parent.parent), "")  # another clone's is the same
     compiler = subprocess.run(["c++", "-dumpversion"], capture_output=True, text=True, check=False).stdout
     system = [platform.machine(), compiler.split(".")[0].strip(), os.confstr("CS_GNU_LIBC_VERSION"), zig]
     texts = [path.read_text() for path in (PATCH, Path(__file__), *sorted(NATIVE.iterdir()))]

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Compiles the engine: python hvd_train/engine/build.py [--mpi MPICC,MPICC,none] [--tensorflow INCLUDE] [--zig TARGET]
+"""Compiles the engine: python hvd_train/engine/build.py [--mpi MPICC,MPICC,none] [--zig TARGET]
 
 Fetches Horovod's pinned source, applies our patch, and compiles ``native`` with it into ``lib``: a file for the MPI of
-each mpicc (default: the one on PATH), and with ``none`` one for Gloo alone. What was compiled before lies in the user's
-cache. ``--tensorflow``: only TensorFlow's operations, with the C headers in this folder. ``--zig``: for hosts of a kind
-and with its glibc or a newer one (x86_64-linux-gnu.2.28), by the compiler of the package ziglang.
+each mpicc (default: the one on PATH), with ``none`` one for Gloo alone, and TensorFlow's operations, which need neither
+TensorFlow nor its headers. What was compiled before lies in the user's cache. ``--zig``: for hosts of a kind and with
+its glibc or a newer one (x86_64-linux-gnu.2.28), by the compiler of the package ziglang.
 
 Needs cmake, ninja and patch_ng, but not hvd_train.
 """
@@ -34,15 +34,11 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mpi", default=shutil.which("mpicc"), metavar="MPICC,...")
-    parser.add_argument("--tensorflow", type=Path, metavar="INCLUDE")
     parser.add_argument("--zig", default="", metavar="TARGET")
     parser.add_argument("--source", type=Path, metavar="FOLDER", help="only put the patched source there")
     options = parser.parse_args()
     if options.source:
         fetch(options.source)
-        return
-    if options.tensorflow:
-        compile_operations(options.tensorflow)
         return
     if not options.mpi:
         sys.exit("error: Could NOT find MPI: no mpicc is on PATH")
@@ -70,6 +66,7 @@ def compiled(mpicc: str, zig: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         for built in (work / "build").glob("engine-*.so"):
             shutil.copy(built, folder / built.name.removeprefix("engine-"))
+        compile_operations(folder)
         (folder / "done").touch()
     return folder
 
@@ -119,10 +116,10 @@ def fetch(work: Path) -> Path:
     return source
 
 
-def compile_operations(include: Path) -> None:
-    line: list[Any] = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-w", "-isystem", include, "-static-libstdc++"]
-    line += ["-static-libgcc", "-s", NATIVE / "tensorflow_op.cc", "-o", LIB / "tensorflow.so"]
-    subprocess.run(line, check=True)
+def compile_operations(into: Path) -> None:
+    """Not by zig: they copy a std::function of TensorFlow's, which has the layout of GCC's library."""
+    line: list[Any] = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-s"]
+    subprocess.run([*line, NATIVE / "tensorflow_op.cc", "-o", into / "tensorflow.so"], check=True)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,9 @@ def _load_mpi(file_name: str) -> None:
     homes = [Path(os.path.realpath(tool)).parent.parent] if tool else []
     for home in (*homes, Path(sys.prefix)):  # a package from PyPI puts MPI into the environment
         for part in ("lib", "lib64"):
-            with suppress(OSError):
+            if (home / part / file_name).exists():
+                # Open MPI from PyPI lies elsewhere than it was built for, and without mpirun does not know where.
+                os.environ.setdefault("OPAL_PREFIX", str(home))
                 ctypes.CDLL(str(home / part / file_name), mode=ctypes.RTLD_GLOBAL)
                 return
     ctypes.CDLL(file_name, mode=ctypes.RTLD_GLOBAL)

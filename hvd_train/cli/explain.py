@@ -27,10 +27,14 @@ def explain(run_dir: Path, picture: Path | None, trace: Path | None) -> None:
     hvd-train explain runs/first
     hvd-train explain runs/first --picture shares.png --trace timeline.json
     """
+    from hvd_train.errors import ConfigError
     from hvd_train.insight import explain
     from hvd_train.insight import trace as timeline
     from hvd_train.run_folder.terminal import say
 
+    if picture and picture.suffix not in options.PICTURES:
+        fix = f"end its name in {', '.join(options.PICTURES)}"
+        raise ConfigError("this is no picture's name", where=f"--picture {picture}", fix=fix)
     case = explain.case_of(run_dir)
     say("\n\n".join(filter(None, explain.explained(case))))
     if picture:

@@ -59,6 +59,8 @@ set_keys = click.option(
 )
 configuration = together(config_file, set_keys)
 
+PICTURES = (".png", ".svg", ".pdf")  # endings
+
 num_proc = click.option(
     "-np",
     "--num-proc",

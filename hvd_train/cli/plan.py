@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hvd_train.config import Config
 
 SECONDS = 60.0
+MOST_A_CORE = 32  # ranks that sleep: each is a process with its framework, of 0.3 GB
 
 
 @click.command()
@@ -96,6 +97,9 @@ def plan(
     counts = planning.parse_counts(hosts, "--hosts") if hosts else [1]
     on_host = planning.parse_counts(ranks, "--ranks") if ranks else []
     slept = planning.parse_counts(rehearse, "--rehearse") if rehearse else []
+    if slept and slept[-1] > (most := MOST_A_CORE * measuring.host_cores()):
+        what = f"{slept[-1]} ranks that sleep on {measuring.host_cores()} cores"
+        raise ConfigError(what, where=f"--rehearse {rehearse}", fix=f"try up to {most}")
     network = planning.parse_link(link) if link else None
     if max(counts) > 1 and network is None:
         raise ConfigError("the network between the hosts is not given", where="--hosts", fix="give --link 10gbit")
@@ -103,7 +107,7 @@ def plan(
         planning.parse_hours(deadline, "--deadline") if deadline else None,
         planning.parse_budget(budget) if budget else None,
     )
-    if strange := [file for file in outputs if file.suffix not in (".png", ".svg", ".pdf", ".csv", ".json")]:
+    if strange := [file for file in outputs if file.suffix not in (*options.PICTURES, ".csv", ".json")]:
         fix = "give .png, .svg, .pdf, .csv or .json"
         raise ConfigError("the ending says what to write", where=f"-o {strange[0]}", fix=fix)
     studied: dict[int, list[float]] = {}

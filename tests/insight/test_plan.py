@@ -358,6 +358,8 @@ TINY = "{data: {name: digits}, model: {name: mlp, hidden: [128]}, max_epochs: 3,
 MISTAKES = {
     "plan -c job.yaml --hosts 1,2": "the network between the hosts is not given; --hosts; give --link 10gbit",
     "plan -c job.yaml --link fast": "this is no speed of a link; --link fast; give 10gbit",
+    "plan -c job.yaml --rehearse 100000": "100000 ranks that sleep on ",
+    "explain runs/job --picture shares.txt": "this is no picture's name; --picture shares.txt; end its name in .png",
     "plan -c job.yaml --deadline soon": "this is no time; --deadline soon; give 6h",
     "plan -c job.yaml -o plan.txt": "the ending says what to write; -o plan.txt; give .png",
     "plan -c job.yaml --seconds inf": "inf is not a finite number",

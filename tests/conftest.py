@@ -50,6 +50,7 @@ QUICK = (
     "test_faults",
     "test_planted_faults",
     "test_files",
+    "test_packaging",
 )
 # The longest first, so that both workers end at about the same time.
 LONGEST = [

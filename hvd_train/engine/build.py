@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Compiles the engine: python hvd_train/engine/build.py [--mpi MPICC,MPICC,none] [--zig TARGET]
+"""Compiles the engine: python hvd_train/engine/build.py [--mpi MPICC,MPICC,none] [--zig TARGET] [--archive FILE]
 
 Fetches Horovod's pinned source, applies our patch, and compiles ``native`` with it into ``lib``: a file for the MPI of
 each mpicc (default: the one on PATH), with ``none`` one for Gloo alone, and TensorFlow's operations, which need neither
 TensorFlow nor its headers. What was compiled before lies in the user's cache. ``--zig``: for hosts of a kind and with
-its glibc or a newer one (x86_64-linux-gnu.2.28), by the compiler of the package ziglang.
+its glibc or a newer one (x86_64-linux-gnu.2.28), by the compiler of the package ziglang. ``--archive``: take Horovod's
+source from this file, without a network. The C++ compiler is ``CXX`` or c++.
 
 Needs cmake, ninja and patch_ng, but not hvd_train.
 """
@@ -16,6 +17,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,8 @@ NATIVE, LIB = HERE / "native", HERE / "lib"
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCH = HERE.parents[1] / "scripts" / f"horovod-{VERSION}.patch"
+FLAGS = ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_POLICY_VERSION_MINIMUM=3.5"]  # of cmake
+CXX = shlex.split(os.environ.get("CXX", "")) or ["c++"]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_train"
 
 
@@ -36,13 +40,15 @@ def main() -> None:
     parser.add_argument("--mpi", default=shutil.which("mpicc"), metavar="MPICC,...")
     parser.add_argument("--zig", default="", metavar="TARGET")
     parser.add_argument("--source", type=Path, metavar="FOLDER", help="only put the patched source there")
+    parser.add_argument("--archive", type=Path, metavar="FILE", help=f"horovod-{VERSION}.tar.gz, already fetched")
     options = parser.parse_args()
     if options.source:
-        fetch(options.source)
+        fetch(options.source, options.archive)
         return
     if not options.mpi:
         sys.exit("error: Could NOT find MPI: no mpicc is on PATH")
-    folders = [compiled(mpicc.replace("none", ""), options.zig) for mpicc in options.mpi.split(",")]
+    mpiccs = ["" if mpicc == "none" else mpicc for mpicc in options.mpi.split(",")]
+    folders = [compiled(mpicc, options.zig, options.archive) for mpicc in mpiccs]
     shutil.rmtree(LIB, ignore_errors=True)
     LIB.mkdir()
     for folder in folders:
@@ -50,15 +56,16 @@ def main() -> None:
             shutil.copy(built, LIB)
 
 
-def compiled(mpicc: str, zig: str) -> Path:
+def compiled(mpicc: str, zig: str, archive: Path | None = None) -> Path:
     """The folder with the library of an MPI, compiled now or before."""
     folder = CACHE / "engine" / key(mpicc, zig)
     if (folder / "done").exists():
         return folder
     with tempfile.TemporaryDirectory(prefix="hvd_train-") as temporary:
         work = Path(temporary)
-        cmake: list[Any] = ["cmake", "-G", "Ninja", "-S", NATIVE, "-B", work / "build", f"-DHOROVOD={fetch(work)}"]
-        cmake += ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_POLICY_VERSION_MINIMUM=3.5"]
+        source = fetch(work, archive)
+        cmake: list[Any] = ["cmake", "-G", "Ninja", "-S", NATIVE, "-B", work / "build", f"-DHOROVOD={source}"]
+        cmake += FLAGS
         cmake += ["-DWITH_MPI=ON", f"-DMPI_C_COMPILER={mpicc}"] if mpicc else ["-DWITH_MPI=OFF"]
         cmake += zig_compilers(work, zig) if zig else []
         subprocess.run(cmake, check=True)
@@ -85,10 +92,10 @@ def key(mpicc: str, zig: str) -> str:
     """A digest of all that the library depends on."""
     shown = subprocess.run([mpicc, "-show"], capture_output=True, text=True, check=False).stdout if mpicc else ""
     shown = shown.replace(str(Path(mpicc).parent.parent), "")  # another clone's is the same
-    compiler = subprocess.run(["c++", "-dumpversion"], capture_output=True, text=True, check=False).stdout
+    compiler = subprocess.run([*CXX, "-dumpversion"], capture_output=True, text=True, check=False).stdout
     system = [platform.machine(), compiler.split(".")[0].strip(), os.confstr("CS_GNU_LIBC_VERSION"), zig]
-    texts = [path.read_text() for path in (PATCH, Path(__file__), *sorted(NATIVE.iterdir()))]
-    return hashlib.sha256(json.dumps([shown, system, texts, SHA256]).encode()).hexdigest()[:16]
+    texts = [path.read_text() for path in (PATCH, *sorted(NATIVE.iterdir()))]
+    return hashlib.sha256(json.dumps([shown, system, texts, FLAGS, SHA256]).encode()).hexdigest()[:16]
 
 
 def jobs() -> list[str]:
@@ -98,12 +105,14 @@ def jobs() -> list[str]:
     return [f"-j{given or max(1, min(len(os.sched_getaffinity(0)), int(memory_gb / 1.5)))}"]
 
 
-def fetch(work: Path) -> Path:
-    """Horovod's source, unpacked in ``work`` and patched."""
+def fetch(work: Path, given: Path | None = None) -> Path:
+    """Horovod's source, unpacked in ``work`` and patched; from the archive ``given``, if any."""
     import patch_ng
 
-    archive = CACHE / f"horovod-{VERSION}.tar.gz"
-    if not archive.exists() or hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
+    archive = given or CACHE / f"horovod-{VERSION}.tar.gz"
+    if not archive.is_file() or hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
+        if given:
+            sys.exit(f"error: {given} is not horovod-{VERSION}.tar.gz with sha256 {SHA256}; fetch that file")
         work.mkdir(parents=True, exist_ok=True)
         (work / "horovod.txt").write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
         take = ["--no-deps", "--no-binary", "horovod", "--no-build-isolation", "--require-hashes"]
@@ -118,7 +127,7 @@ def fetch(work: Path) -> Path:
 
 def compile_operations(into: Path) -> None:
     """Not by zig: they copy a std::function of TensorFlow's, which has the layout of GCC's library."""
-    line: list[Any] = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-s"]
+    line: list[Any] = [*CXX, "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-s"]
     subprocess.run([*line, NATIVE / "tensorflow_op.cc", "-o", into / "tensorflow.so"], check=True)
 
 

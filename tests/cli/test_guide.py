@@ -34,8 +34,12 @@ THEIRS = (
     "apt install dataset-fashion-mnist",
     "source .venv/bin/activate",
     "pip install ",
-    "docker build -t hvd-train .",
-    "apptainer build train.sif train.def",
+    "spack ",
+    "rattler-build build ",
+    "eb ",
+    "git archive ",
+    "docker build -t hvd-train -f scripts/packaging/Dockerfile .",
+    "apptainer build train.sif scripts/packaging/train.def",
 )
 WRITTEN = {"first.yaml", "digits.yaml", "job.yaml", "head.yaml"}  # which the reader has written, as the pages say
 LINK = re.compile(r"!?\[[^]]*\]\(([^)#]+)(?:#[^)]*)?\)")
@@ -96,6 +100,7 @@ def test_commands(page, line):
 # In tests/slurm and tests/hosts; nobody here has a container.
 ELSEWHERE = re.compile(
     r"--slurm |\b(srun|sbatch|submit|docker|apptainer|host1|node1|hosts\.txt|source|pip|apt|scripts/\w+)\b(?!/)"
+    r"|^(spack|rattler-build|eb|git) "
 )
 TINY = "{data: {name: digits}, model: {name: mlp, hidden: [8]}, max_epochs: 2, tensorboard: false, run_dir: runs/job}"
 SCRIPT = """
@@ -233,9 +238,10 @@ def help_of(script):
 
 
 def test_container_recipes():
-    """Both hold the same: what the package needs, and what scripts/setup builds with."""
+    """The page shows the files; both hold the same: what the package needs, and what scripts/setup builds with."""
     text = PAGES["containers"]
-    (docker,), (apptainer,) = blocks(text, "dockerfile"), blocks(text, "apptainer")
+    docker, apptainer = ((ROOT / "scripts" / "packaging" / name).read_text() for name in ("Dockerfile", "train.def"))
+    assert blocks(text, "dockerfile") == [docker] and blocks(text, "apptainer") == [apptainer]
     lines = [line.split(maxsplit=1) for line in docker.replace("\\\n", " ").splitlines()]
     assert {word for word, _ in lines} <= {"FROM", "RUN", "WORKDIR", "COPY", "ENV", "ENTRYPOINT"}
     head, *parts = re.split(r"^%(\w+)\n", apptainer, flags=re.MULTILINE)

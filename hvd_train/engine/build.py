@@ -82,7 +82,7 @@ def zig_compilers(work: Path, target: str) -> list[str]:
     options = []
     for language, name in (("C", "cc"), ("CXX", "c++")):
         wrapper = work / name
-        wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} -m ziglang {name} -target {target} "$@"\n')
+        wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m ziglang {name} -target {target} "$@"\n')
         wrapper.chmod(0o755)
         options.append(f"-DCMAKE_{language}_COMPILER={wrapper}")
     return options
@@ -116,7 +116,7 @@ def fetch(work: Path, given: Path | None = None) -> Path:
         work.mkdir(parents=True, exist_ok=True)
         (work / "horovod.txt").write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
         take = ["--no-deps", "--no-binary", "horovod", "--no-build-isolation", "--require-hashes"]
-        pip: list[Any] = [sys.executable, "-m", "pip", "download", "-d", CACHE, *take, "-r", work / "horovod.txt"]
+        pip: list[Any] = [sys.executable, "-P", "-m", "pip", "download", "-d", CACHE, *take, "-r", work / "horovod.txt"]
         subprocess.run(pip, check=True)
     shutil.unpack_archive(archive, work)
     source = work / f"horovod-{VERSION}"

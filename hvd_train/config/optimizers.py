@@ -13,8 +13,8 @@ class OptimizerSpec:
     """An optimizer: a value of ``optim.name``.
 
     ``made_by``: file in ``hvd_train/update`` and formula, which a framework may replace by a kernel of its own.
-    ``slots``: the names of its state tensors for each weight. ``counts_steps``: the formula needs the step number. ``options``: its keys of
-    ``optim``, which are errors with optimizers that do not list them.
+    ``slots``: the names of its state tensors for each weight. ``counts_steps``: the formula needs the step number.
+    ``options``: its keys of ``optim``, which are errors with optimizers that do not list them.
 
     ``per_tensor``: the formula uses norms of whole tensors (update/layerwise.py); otherwise it is elementwise
     (update/elementwise.py). ``undivided``: why ``optim.sharded`` is not supported; "": it is. ``momentum``: a working

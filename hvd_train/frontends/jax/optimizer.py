@@ -34,8 +34,10 @@ class JaxOptimizer(NamedArrays):
 
     def step(self, gradients: Sequence[jax.Array], learning_rate: Any) -> None:
         w = {name: self._frontend.w[name] for name in self._rules}
-        w, self.slots, self.steps = self._moved(w, self.slots, self.steps, gradients, learning_rate)
+        w, slots, self.steps = self._moved(w, self.slots, self.steps, gradients, learning_rate)
         self._frontend.w.update(w)
+        for slot, arrays in self.slots.items():  # jit sorts the keys of what it returns, and formulas go by their order
+            arrays.update(slots[slot])
 
     def _move(self, w: Arrays, slots: dict[str, Arrays], steps: Arrays, flats: Sequence[jax.Array], rate: Any) -> Any:
         """Return the next weights, slots and steps. ``flats``: the gradient (n,) of each bucket."""
@@ -43,7 +45,7 @@ class JaxOptimizer(NamedArrays):
         new, after = dict(w), {slot: dict(arrays) for slot, arrays in slots.items()}
         for members, flat in zip(self._buckets, flats, strict=True):
             for name, g in zip(members, self._cut(members, flat), strict=True):
-                rule, old = self._rules[name], [arrays[name] for arrays in slots.values()]
+                rule, old = self._rules[name], [slots[slot][name] for slot in self.slots]
                 # In 64 bits: 1 - beta^t cancels in 32.
                 t = steps[step_key(rule)].astype("float64") if steps else None
                 result = self._spec.formula(
@@ -53,7 +55,7 @@ class JaxOptimizer(NamedArrays):
                     (result,) = layerwise.side_by_side([result], layerwise.whole)
                 loss, *values = result
                 new[name] = w[name] - loss.astype(w[name].dtype)
-                for slot, value in zip(slots, values, strict=True):
+                for slot, value in zip(self.slots, values, strict=True):
                     after[slot][name] = value.astype(w[name].dtype)
         return new, after, steps
 

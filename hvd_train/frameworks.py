@@ -33,7 +33,7 @@ class Framework:
     ``channels_first``: the axis order of its images.
     ``settings``: environment variables that it reads while it loads; ``quiet``: those that silence it; ``unneeded``:
     packages that it imports if they are installed, and that no training needs. ``threads_wait``: whether in each
-    operation its threads wait for the last of them.
+    operation its threads wait for the last of them. ``optional``: scripts/setup does not install it.
     """
 
     name: str
@@ -54,6 +54,12 @@ class Framework:
     quiet: Mapping[str, str] = field(default_factory=dict)
     unneeded: tuple[str, ...] = ()
     threads_wait: bool = False
+    optional: bool = False
+
+    @property
+    def install(self) -> str:
+        """Return what to do if the framework is not installed."""
+        return f"pip install {self.packages[0]}" if self.optional else f"run scripts/setup --frameworks {self.name}"
 
     def load(self, skip_unneeded: bool = False) -> FrontEndModule:
         """Load the framework, which now reads ``settings``, and return its front-end.
@@ -172,5 +178,16 @@ TENSORFLOW = register(
         settings={"KERAS_BACKEND": "tensorflow", **KERNELS},
         quiet={"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"},
         unneeded=("sklearn", "matplotlib"),  # Keras' wrappers for scikit-learn, and image galleries
+    )
+)
+JAX = register(
+    Framework(
+        "jax",
+        module="hvd_train.frontends.jax.model",
+        communicator="hvd_train.frontends.jax.communicator",
+        packages=("jax",),
+        zoo="hvd_train.frontends.jax.models",
+        settings={"JAX_PLATFORMS": "cpu"},
+        optional=True,
     )
 )

@@ -26,12 +26,14 @@ from hvd_train.launch.world import World
 from hvd_train.protocol import Communicator, CommunicatorModule, FrontEndModule, Groups, StageLinks
 
 if TYPE_CHECKING:  # mypy reports here if a front-end breaks the contract
+    from hvd_train.frontends.jax import communicator as jax_communicator
+    from hvd_train.frontends.jax import model as jax_model
     from hvd_train.frontends.pytorch import communicator, model
     from hvd_train.frontends.tensorflow import communicator as tf_communicator
     from hvd_train.frontends.tensorflow import model as tf_model
 
-    KEPT: tuple[FrontEndModule, ...] = (model, tf_model)
-    CONNECTED: tuple[CommunicatorModule, ...] = (communicator, tf_communicator)
+    KEPT: tuple[FrontEndModule, ...] = (model, tf_model, jax_model)
+    CONNECTED: tuple[CommunicatorModule, ...] = (communicator, tf_communicator, jax_communicator)
 
 IDLE = "HOROVOD_IDLE_WAIT_MS"  # see launch/environment.py
 
@@ -194,8 +196,8 @@ def _load(framework: str, verbose: bool, skip_unneeded: bool) -> FrontEndModule:
     except ImportError as error:
         if (error.name or "").split(".")[0] not in record.packages:
             raise
-        fix = f"run scripts/setup --frameworks {framework}"
-        raise ConfigError(f"{framework} is not installed", where=f"framework: {framework}", fix=fix) from error
+        what = f"{framework} is not installed"
+        raise ConfigError(what, where=f"framework: {framework}", fix=record.install) from error
 
 
 @contextmanager

@@ -12,16 +12,16 @@ from typing import Any
 class OptimizerSpec:
     """An optimizer: a value of ``optim.name``.
 
-    ``made_by``: file in ``hvd_train/update`` and formula; "": each framework has a kernel. ``slots``: the names of its
-    state tensors for each weight. ``counts_steps``: the formula needs the step number. ``options``: its keys of
-    ``optim``, which are errors with optimizers that do not list them.
+    ``made_by``: file in ``hvd_train/update`` and formula, which a framework may replace by a kernel of its own.
+    ``slots``: the names of its state tensors for each weight. ``counts_steps``: the formula needs the step number.
+    ``options``: its keys of ``optim``, which are errors with optimizers that do not list them.
 
     ``per_tensor``: the formula uses norms of whole tensors (update/layerwise.py); otherwise it is elementwise
     (update/elementwise.py). ``undivided``: why ``optim.sharded`` is not supported; "": it is. ``momentum``: a working
     value, if the optimizer needs momentum. ``schedule_free``: a mean of the weights is evaluated and saved.
     """
 
-    made_by: str = ""
+    made_by: str
     slots: tuple[str, ...] = ()
     counts_steps: bool = False
     options: tuple[str, ...] = ()
@@ -44,9 +44,9 @@ _MEANS = ("exp_avg", "exp_avg_sq")
 _ADAM = ("betas", "eps")
 _WHOLE = "needs whole matrices, of which each rank would have a part"
 OPTIMIZERS = {
-    "sgd": OptimizerSpec(options=("momentum", "nesterov")),
-    "adam": OptimizerSpec(options=_ADAM),
-    "adamw": OptimizerSpec(options=_ADAM),
+    "sgd": OptimizerSpec("elementwise:sgd", ("momentum",), options=("momentum", "nesterov")),
+    "adam": OptimizerSpec("elementwise:adam", _MEANS, True, _ADAM),
+    "adamw": OptimizerSpec("elementwise:adamw", _MEANS, True, _ADAM),
     "lars": OptimizerSpec(
         "layerwise:lars", ("momentum",), options=("momentum", "trust_coefficient", "eps"), per_tensor=True
     ),

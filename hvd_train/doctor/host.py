@@ -79,8 +79,9 @@ def doctor(verbose: bool) -> int:
     ]
     all_facts = {framework: _look(framework) for framework in FRAMEWORKS}
     for framework, facts in all_facts.items():
-        if version(FRAMEWORKS[framework].packages[0]) is None:
-            rows.append((framework, "missing", f"run scripts/setup --frameworks {framework}"))
+        record = FRAMEWORKS[framework]
+        if version(record.packages[0]) is None:
+            rows += [(framework, "missing", record.install)] * (not record.optional)
         elif "error" in facts:
             rows.append((framework, facts["error"], "run scripts/setup again"))
         else:

@@ -2,7 +2,8 @@
 
 A formula takes a weight, its gradient and slots (state tensors, all of one shape), the step ``t`` (from 1, float64)
 and the learning rate. It returns what to subtract from the weight, then the new slots. ``o`` has the keys of ``optim``.
-Weight decay is an L2 term of the gradient, except for lion and schedule_free_adamw, where it is decoupled.
+Weight decay is an L2 term of the gradient, except for adamw, lion and schedule_free_adamw, where it is decoupled.
+PyTorch and TensorFlow have kernels for sgd, adam and adamw.
 """
 
 from __future__ import annotations
@@ -16,6 +17,32 @@ from hvd_train.config import OptimConfig
 from hvd_train.protocol import Ops, Tensor
 
 Slots = Sequence[Tensor]
+
+
+def sgd(w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> tuple[Tensor, ...]:
+    """m = momentum m + g; w -= rate m, or with Nesterov momentum rate (g + momentum m)."""
+    g = _decayed(w, g, o)
+    if not o.momentum:
+        return (rate * g,)
+    m = o.momentum * slots[0] + g
+    return rate * (g + o.momentum * m if o.nesterov else m), m
+
+
+def adam(w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> tuple[Tensor, ...]:
+    """m, v = running means of g and g^2; w -= rate m' / (sqrt(v') + eps), bias-corrected (Kingma and Ba 2015)."""
+    return _adam(_decayed(w, g, o), slots, t, rate, o, ops)
+
+
+def adamw(w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> tuple[Tensor, ...]:
+    """Adam, and w -= rate decay w (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization")."""
+    loss, *means = _adam(g, slots, t, rate, o, ops)
+    return loss + rate * o.weight_decay * w, *means
+
+
+def _adam(g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> tuple[Tensor, ...]:
+    m = o.betas[0] * slots[0] + (1 - o.betas[0]) * g
+    v = o.betas[1] * slots[1] + (1 - o.betas[1]) * g * g
+    return rate * m / _number(1 - o.betas[0] ** t, g, ops) / _root(v, o.betas[1], t, o, ops), m, v
 
 
 def rmsprop(

@@ -96,6 +96,7 @@ def _frameworks(config: Config) -> tuple[list[str], list[str]]:
     if config.task.has_user_functions:
         return [chosen.name], [f"task names functions for {chosen.name}: only the ranks are compared"]
     others = [other for other in FRAMEWORKS.values() if other is not chosen and chosen.has(name) and other.has(name)]
+    others = [other for other in others if other.installed() or not other.optional]
     installed = [chosen.name, *(other.name for other in others if other.installed())]
     rest = "" if len(installed) > 1 else ": only the ranks are compared"
     if not others:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
+from itertools import permutations
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,11 +29,18 @@ SHAPE, CLASSES, ROWS = (4, 3, 1), 3, 6
 OWN = {"pytorch": "tests.own_models:pytorch_dropout", "tensorflow": "tests.own_models:keras_dropout"}
 FRAMEWORKS = ["pytorch", "tensorflow"]
 ALL = ["numpy", *FRAMEWORKS]
+BUILT_IN = [*FRAMEWORKS, "jax"]  # JAX has built-in models, and no own ones
+EVERY = ["numpy", *BUILT_IN]
 
 
 def module(framework):
     if framework == "numpy":
         return numpy_frontend
+    if framework == "jax":
+        pytest.importorskip("jax")
+        from hvd_train.frontends.jax import model as jax_model
+
+        return jax_model
     pytest.importorskip("torch")  # for both: torch before TensorFlow, as the ranks load them
     if framework == "pytorch":
         from hvd_train.frontends.pytorch import model as pt
@@ -49,7 +57,7 @@ def sample_of(shape, classes, dtype="float32", labels=()):
 
 def built(framework, sample, ranks=None, compressor=None, wrap=lambda exchange: exchange, connect=True, **settings):
     """A front-end in 64 bits on a CPU, connected unless told otherwise. ``wrap`` gets its exchange."""
-    known = framework if framework in FRAMEWORKS else "pytorch"  # of a configuration
+    known = framework if framework in BUILT_IN else "pytorch"  # of a configuration
     config = Config.model_validate({"framework": known, "precision": 64, "device": "cpu"} | settings)
     groups = Groups.of(ranks or Serial())
     frontend = module(framework).open_frontend(FrontEndConfig.of(config), groups, sample)
@@ -145,7 +153,7 @@ def test_keras_losses_within_the_model_are_refused():
         frontend.run_queued()
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_accumulated_parts_are_one_batch(framework):
     whole = batch(rows=ROWS)
     both = opened(framework, accumulate_grad_batches=2), opened(framework)
@@ -160,7 +168,7 @@ def test_accumulated_parts_are_one_batch(framework):
     close(*trees)
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_padding_counts_for_nothing(framework):
     """Rows of weight 0 may hold anything finite; a batch of padding alone leaves the weights where they are."""
     padded, other = batch(count=4), batch(count=4)
@@ -178,7 +186,7 @@ def test_padding_counts_for_nothing(framework):
     close(weights(alone), {k: v for k, v in before.items() if k.startswith("weights/")})
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_the_step_takes_what_the_exchange_gives(framework):
     """An exchange that gives zeros leaves the weights; one that doubles the gradient doubles the first change."""
 
@@ -206,7 +214,7 @@ def test_the_step_takes_what_the_exchange_gives(framework):
     assert any(x.any() for x in changes[1].values())
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_each_bucket_starts_once_a_step_and_holds_the_sum_of_the_scaled_gradients(framework):
     """Finite differences of the mean loss over the batch give the gradient that travels."""
     sent = {}
@@ -241,7 +249,7 @@ def test_each_bucket_starts_once_a_step_and_holds_the_sum_of_the_scaled_gradient
 # ---- scores and predictions
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_scores_are_sums_over_weighted_rows_of_the_logits(framework):
     frontend, one = opened(framework), batch(count=4)
     logits = np.asarray(frontend.predict(frontend.to_device(one)), np.float64)[:4]
@@ -254,7 +262,7 @@ def test_scores_are_sums_over_weighted_rows_of_the_logits(framework):
     np.testing.assert_allclose(sums, [loss, correct, 4], rtol=1e-12)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", BUILT_IN)
 def test_inference_needs_no_optimizer_and_holds_no_slots(framework):
     optim = {"name": "adam", "lr": 0.1}
     trained, alone = opened(framework, optim=optim), opened(framework, optim=optim, connect=False)
@@ -270,7 +278,7 @@ def test_inference_needs_no_optimizer_and_holds_no_slots(framework):
 # ---- state
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_state_is_a_copy_and_comes_back_bit_for_bit(framework):
     first = stepped(opened(framework), [batch(k) for k in range(3)])
     state = everything(first)
@@ -287,7 +295,7 @@ def test_state_is_a_copy_and_comes_back_bit_for_bit(framework):
     assert same(everything(second), everything(first)), "what is not in the tree stays"
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_specs_name_the_weights_of_the_state(framework):
     frontend = opened(framework)
     specs, state = frontend.specs(), weights(frontend)
@@ -297,7 +305,7 @@ def test_specs_name_the_weights_of_the_state(framework):
         assert sorted(s.shape) == sorted(state[f"weights/{s.name}"].shape) and s.nbytes == 8 * s.size
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_compressor_state_is_this_ranks_own_and_comes_back(framework):
     first = stepped(opened(framework, compressor=Threshold(0.05)), [batch(k) for k in range(2)])
     local = local_state(first)
@@ -310,7 +318,7 @@ def test_compressor_state_is_this_ranks_own_and_comes_back(framework):
     assert same(everything(stepped(second, [batch(5)])), everything(stepped(first, [batch(5)])))
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_averaging_over_one_rank_changes_nothing(framework):
     frontend = stepped(opened(framework), [batch()])
     before = everything(frontend)
@@ -352,10 +360,9 @@ def test_a_weight_that_no_gradient_reaches_has_a_gradient_of_zero(framework, nam
     [{"lr": 0.1, "momentum": 0.9}, {"name": "adam"}, {"name": "lars", "momentum": 0.9}, {"name": "lamb"}],
     ids=["sgd", "adam", "lars", "lamb"],
 )
-@pytest.mark.parametrize("there", FRAMEWORKS)
-def test_training_goes_on_in_the_other_framework(there, optim):
+@pytest.mark.parametrize(("here", "there"), [*permutations(FRAMEWORKS), ("pytorch", "jax"), ("jax", "pytorch")])
+def test_training_goes_on_in_the_other_framework(here, there, optim):
     """Weights and slots cross: the next steps are those of the framework that was left."""
-    here = next(f for f in FRAMEWORKS if f != there)
     model, shape = {"name": "cnn", "hidden": 11}, (20, 28, 3)
     batches = [batch(k, shape=shape) for k in range(4)]
     first = stepped(opened(here, model, optim, shape=shape), batches[:2])
@@ -397,7 +404,7 @@ def test_dropout_can_be_switched_off(framework):
     assert found[0] == found[1] and same(weights(fronts[0]), weights(fronts[1]))
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_checksums_see_one_bit_of_one_weight(framework):
     frontend = opened(framework)
     before = frontend.checksums()
@@ -461,19 +468,19 @@ def test_several_outputs_without_names_are_one_line(framework, name):
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", BUILT_IN)
 def test_an_unknown_option_of_a_model_lists_the_known(framework):
     with pytest.raises(ConfigError, match=r"no option hiden.*it takes \['hidden', 'outputs'\]"):
         opened(framework, {"name": "mlp", "hiden": [3]})
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", BUILT_IN)
 def test_images_too_small_for_the_cnn(framework):
     with pytest.raises(ConfigError, match="at least 16 x 16, not 8 x 8; set data.image_size"):
         opened(framework, {"name": "cnn"}, shape=(8, 8, 1))
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", BUILT_IN)
 def test_no_gpu_is_one_clear_error(framework):
     torch = pytest.importorskip("torch")
 
@@ -517,7 +524,7 @@ def test_weights_that_begin_at_multiples_of_bytes_train_to_the_same_numbers(opti
 # ---- what a sample is made of
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_bytes_become_the_floats_that_they_were(framework):
     """Bit for bit those of a division by 255 in float32, with statistics and gradients of them."""
     rng, fronts = np.random.default_rng(0), []
@@ -821,12 +828,13 @@ OPS = {
     "numpy": lambda: module("numpy").cpu_ops(),
     "pytorch": lambda: module("pytorch").cpu_ops(),
     "tensorflow": lambda: module("tensorflow").cpu_ops(),
+    "jax": lambda: module("jax").cpu_ops(),
 }
 X = np.array([3.0, -1.0, 0.0, 2.0, -5.0, 2.5])
 A, B = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(3, 4)
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 @pytest.mark.parametrize(
     ("verb", "expected"),
     [
@@ -876,7 +884,7 @@ def counted_past_24_bits(ops, metric, logits):
     return ops.to_numpy(metric.sums(Predictions(x, y, weights, None, (x, y), ops)))
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_counts_of_one_batch_may_exceed_24_bits(framework):
     """As those of masks do: 32 images of 1024 x 1024 are 2^25 places, and 32 bits stop at 2^24."""
     ops, two = OPS[framework](), LabelForm("classes", 2)
@@ -886,7 +894,7 @@ def test_counts_of_one_batch_may_exceed_24_bits(framework):
     assert areas.max() == 2**24 + 1
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_orthonormal_basis_spans_the_columns(framework):
     ops = OPS[framework]()
     x = np.random.default_rng(0).normal(size=(7, 3))
@@ -895,7 +903,7 @@ def test_orthonormal_basis_spans_the_columns(framework):
     np.testing.assert_allclose(q @ (q.T @ x), x, atol=1e-12)
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_a_cross_entropy_of_some_places_has_the_bits_of_all(framework, share):
     ops, rng = OPS[framework](), np.random.default_rng(0)
@@ -922,14 +930,14 @@ def test_pytorch_takes_the_gradient_of_the_places_that_count(share):
     assert all((a == b).all() for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 @pytest.mark.parametrize("name", ["float16", "float32", "float64", "int8", "int32"])
 def test_types_have_numpys_names(framework, name):
     ops = OPS[framework]()
     assert ops.dtype(ops.cast(ops.from_numpy(X), name)) == name == ops.to_numpy(ops.cast(ops.from_numpy(X), name)).dtype
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_verbs_give_copies(framework):
     ops, x = OPS[framework](), X.copy()
     tensor = ops.from_numpy(x)
@@ -940,7 +948,7 @@ def test_verbs_give_copies(framework):
 # ---- 32 bits
 
 
-@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("framework", EVERY)
 def test_precision_32_computes_in_float32_and_counts_in_float64(framework):
     frontend = opened(framework, precision=32)
     assert {s.dtype for s in frontend.specs()} == {"float32"}

@@ -30,15 +30,15 @@ SETS = ["framework=numpy", "model.name=softmax", "data.name=digits", "global_bat
 
 
 def test_an_unknown_framework_is_refused_and_a_known_one_explained(monkeypatch):
-    with pytest.raises(ConfigError, match="must be 'pytorch' or 'tensorflow', not \"numpy\""):
+    with pytest.raises(ConfigError, match="must be 'pytorch', 'tensorflow' or 'jax', not \"numpy\""):
         load_config(None, SETS)
     monkeypatch.setitem(FRAMEWORKS, "numpy", numpy_ranks.NUMPY)
     assert load_config(None, SETS).framework == "numpy"
     with pytest.raises(
-        ConfigError, match="must be 'pytorch', 'tensorflow' or 'numpy', not \"nmpy\"; did you mean 'numpy'"
+        ConfigError, match="must be 'pytorch', 'tensorflow', 'jax' or 'numpy', not \"nmpy\"; did you mean 'numpy'"
     ):
         load_config(None, ["framework=nmpy"])
-    assert ("framework", "pytorch|tensorflow|numpy") in {row[:2] for row in explain()}
+    assert ("framework", "pytorch|tensorflow|jax|numpy") in {row[:2] for row in explain()}
 
 
 def run(*words, ranks=1):

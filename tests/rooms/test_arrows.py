@@ -20,7 +20,7 @@ ROOMS = {
     "report": 5, "frontends": 6, "session": 7, "jobs": 8, "script": 8, "api": 9, "doctor": 9, "verify": 9, "sweep": 9,
     "insight": 9, "mode_comparison": 9, "torch": 9, "keras": 9, "scaling": 10, "cli": 11, "__main__": 12, "__init__": 0,
 }  # fmt: skip
-FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py"}
+FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

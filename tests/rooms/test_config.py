@@ -81,7 +81,7 @@ def test_every_key_is_explained():
         ("optim.momentm=3", ["did you mean 'optim.momentum'?"]),
         ("lr=3", ["did you mean 'optim.lr'?"]),
         ("xyz.abc=3", ["xyz: unknown key", "--explain"]),
-        ("framework=torch", ["'pytorch' or 'tensorflow'", 'not "torch"', "did you mean 'pytorch'?"]),
+        ("framework=torch", ["'pytorch', 'tensorflow' or 'jax'", 'not "torch"', "did you mean 'pytorch'?"]),
         ("threads=foo", ["a whole number or 'auto'"]),
         ("threads=0", ["> 0"]),
         ("seed=1.5", ["a whole number", "1.5"]),

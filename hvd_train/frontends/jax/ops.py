@@ -12,7 +12,8 @@ from hvd_train.update.state import EagerCell, EagerControl
 
 
 class JaxOps(EagerControl):
-    round, where, sum, max = map(staticmethod, (jnp.round, jnp.where, jnp.sum, jnp.max))
+    round, where = staticmethod(jnp.round), staticmethod(jnp.where)
+    sum, max = staticmethod(jnp.sum), staticmethod(jnp.max)
     reshape, dot = staticmethod(jnp.reshape), staticmethod(jnp.dot)
     sigmoid, stop_gradient = staticmethod(jax.nn.sigmoid), staticmethod(jax.lax.stop_gradient)
 

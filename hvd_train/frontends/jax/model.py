@@ -104,6 +104,9 @@ class JaxFrontEnd(StateTree):
         self.update, self._buckets = update, tuple(map(tuple, update.buckets))
         return JaxOptimizer(self)
 
+    def connect_sharded(self, update: Any) -> Any:
+        raise NotImplementedError  # refuse_unsupported has refused optim.sharded
+
     def _outputs(self, w: Arrays, inputs: Mapping[str, jax.Array], seed: Any = None) -> jax.Array:
         """Return the logits. ``seed``: of dropout; None: without."""
         (x,) = inputs.values()

@@ -12,9 +12,13 @@ from hvd_train.update.state import EagerCell, EagerControl
 
 
 class JaxOps(EagerControl):
-    round, where, sum, max = map(staticmethod, (jnp.round, jnp.where, jnp.sum, jnp.max))
+    round = staticmethod(jnp.round)
+    sum, max = staticmethod(jnp.sum), staticmethod(jnp.max)
     reshape, dot = staticmethod(jnp.reshape), staticmethod(jnp.dot)
     sigmoid, stop_gradient = staticmethod(jax.nn.sigmoid), staticmethod(jax.lax.stop_gradient)
+
+    def where(self, condition, a, b) -> jax.Array:
+        return jnp.where(condition, a, b)
 
     def library_metric(self, metric, logits) -> None:
         return None

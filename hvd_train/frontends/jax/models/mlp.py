@@ -1,7 +1,7 @@
 """A multi-layer perceptron on the flattened input: dense layers with ReLU between them."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -20,7 +20,7 @@ def of_dense(name: str, inputs: int, outputs: int) -> Shapes:
     return {f"{name}.kernel": (inputs, outputs), f"{name}.bias": (outputs,)}
 
 
-def build(input_shape, num_classes, hidden: list[int] = (128,), outputs: int = 1) -> tuple[Shapes, Forward]:
+def build(input_shape, num_classes, hidden: Sequence[int] = (128,), outputs: int = 1) -> tuple[Shapes, Forward]:
     """``outputs``: how many, if labels are not classes."""
     sizes = [math.prod(input_shape), *hidden, num_classes or outputs]
     names = [f"fc{i + 1}" for i in range(len(sizes) - 1)]

@@ -1,7 +1,6 @@
 """How pip builds hvd_train: with setuptools, after the engine is compiled, unless that is done.
 
-It is compiled for the MPI whose mpicc is on PATH, else for Open MPI from PyPI, which need not be there later: Gloo is
-in each. ``scripts/wheel`` makes a wheel for other hosts.
+It is compiled for the MPI whose mpicc is on PATH, else for Open MPI from PyPI, and for Gloo alone, which needs no MPI.
 """
 
 from __future__ import annotations
@@ -24,5 +23,6 @@ def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[st
 
 def build_wheel(folder: str, config_settings: dict | None = None, metadata_directory: str | None = None) -> str:
     if not list((ENGINE / "lib").glob("*.so")):
-        subprocess.run([sys.executable, str(ENGINE / "build.py")], check=True)
+        line = [sys.executable, str(ENGINE / "build.py"), "--mpi", f"{shutil.which('mpicc')},none"]
+        subprocess.run(line, check=True)
     return build_meta.build_wheel(folder, config_settings, metadata_directory)

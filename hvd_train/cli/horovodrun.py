@@ -6,6 +6,7 @@ Horovod's own puts the environment on command lines, and unpickles what its port
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -42,6 +43,7 @@ def horovodrun(
       horovodrun -np 4 -H host1:2,host2:2 hvd-train fit -c job.yaml
     """
     from hvd_train.errors import ConfigError
+    from hvd_train.launch.launchers import startable
     from hvd_train.launch.start import launch
 
     if program[0].startswith("-"):
@@ -49,13 +51,14 @@ def horovodrun(
     if mpi and gloo:
         raise ConfigError("ranks exchange over MPI or over Gloo", where="--mpi --gloo", fix="give one of them")
     total = sum(hosts.slots.values()) if hosts else 1
-    launcher = "mpirun" if mpi else "horovodrun" if gloo else "auto"
+    library = "mpi" if mpi else "gloo" if gloo else ""
+    launcher = next((one.name for one in startable() if one.library == library), "auto")
     sys.exit(launch(num_proc or total, launcher, [], verbose, program=program, hosts=hosts))
 
 
 def main() -> None:
     try:
-        horovodrun.main(prog_name="horovodrun", standalone_mode=False)
+        horovodrun.main(prog_name=Path(__file__).stem, standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
     except (Exception, KeyboardInterrupt) as error:

@@ -77,11 +77,12 @@ def doctor(verbose: bool) -> int:
         ),
         ("Horovod", horovod(), "" if horovod() != MISSING else "run scripts/setup"),
     ]
-    all_facts = {framework: _look(framework) for framework in FRAMEWORKS}
+    records = [one for one in FRAMEWORKS.values() if version(one.packages[0]) or not one.optional]
+    all_facts = {one.name: _look(one.name) for one in records}
     for framework, facts in all_facts.items():
         record = FRAMEWORKS[framework]
         if version(record.packages[0]) is None:
-            rows += [(framework, "missing", record.install)] * (not record.optional)
+            rows.append((framework, "missing", record.install))
         elif "error" in facts:
             rows.append((framework, facts["error"], "run scripts/setup again"))
         else:

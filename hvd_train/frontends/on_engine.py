@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvd_train.engine import transfers
-from hvd_train.engine.library import BINDINGS, chosen, lacking
+from hvd_train.engine.library import BINDINGS, built, chosen, lacking
 from hvd_train.engine.transfers import ADASUM, ALLGATHER, ALLREDUCE, ALLTOALL, AVERAGE, BROADCAST, SUM, Block
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, guarded
@@ -29,6 +29,8 @@ class EngineCommunicator(HorovodCommunicator):
         if others := sorted(name for name in STOCK if name in sys.modules):
             what = f"two Horovods in one process: hvd_train's engine, and {others[0]}, which this process has imported"
             raise ConfigError(what, where=others[0], fix=f"do not import it, or set {BINDINGS}=stock")
+        if not built():
+            raise ConfigError("the engine is not built", fix="run scripts/setup --bindings both")
         try:
             return transfers.Engine(chosen())
         except OSError as error:

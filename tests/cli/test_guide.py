@@ -100,7 +100,7 @@ def test_commands(page, line):
 # In tests/slurm and tests/hosts; nobody here has a container.
 ELSEWHERE = re.compile(
     r"--slurm |\b(srun|sbatch|submit|docker|apptainer|host1|node1|hosts\.txt|source|pip|apt|scripts/\w+)\b(?!/)"
-    r"|^(spack|rattler-build|eb|git) "
+    r"|^(spack|rattler-build|eb|git) |framework=jax"
 )
 TINY = "{data: {name: digits}, model: {name: mlp, hidden: [8]}, max_epochs: 2, tensorboard: false, run_dir: runs/job}"
 SCRIPT = """

@@ -23,7 +23,7 @@ MPI = {"openmpi": "libmpi.so.40", "mpich": "libmpi.so.12", "gloo": ""}
 
 
 class EngineCall(ctypes.Structure):
-    """``EngineCall`` of native/engine.h."""
+    """The struct of this name in native/engine.h."""
 
     _fields_ = (
         ("collective", ctypes.c_int),

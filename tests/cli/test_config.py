@@ -38,4 +38,6 @@ def test_explanations_are_as_wide_as_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     lines = text_tables.explanations(explained("")).splitlines()
     assert len(lines) > 200 and max(map(len, lines)) <= 60
-    assert lines[0] == 'framework: pytorch | tensorflow | jax; default "pytorch"' and lines[1].startswith("    the framework")
+    assert lines[0] == 'framework: pytorch | tensorflow | jax; default "pytorch"' and lines[1].startswith(
+        "    the framework"
+    )

@@ -108,7 +108,7 @@ class JaxFrontEnd(StateTree):
         raise NotImplementedError  # refuse_unsupported has refused optim.sharded
 
     def _outputs(self, w: Arrays, inputs: Mapping[str, jax.Array], seed: Any = None) -> jax.Array:
-        """Return the logits. ``seed``: of dropout; None: without."""
+        """Return the logits. ``seed``: for dropout; None: no dropout."""
         (x,) = inputs.values()
         return self._forward(w, x, dropout(seed) if self._drops and seed is not None else lambda x, rate: x)
 

@@ -57,7 +57,7 @@ class OnHost:
 
 
 class HorovodTorch(HorovodCommunicator):
-    """Horovod's own bindings, for GPUs."""
+    """Exchanges by ``horovod.torch``, which uses NCCL on GPUs."""
 
     def _open(self) -> StockBindings:
         return StockBindings(PYTORCH.horovod)

@@ -88,7 +88,7 @@ def _with_rows(received: tf.Tensor, sent: tf.Tensor) -> tf.Tensor:
 
 @functools.cache
 def operations(library: ctypes.CDLL) -> Any:
-    """Return the module of operations that start the collectives of ``library``."""
+    """Load the engine's TensorFlow operations, and connect them to ``library``."""
     module = tf.load_op_library(str(TENSORFLOW_OP))
     functions = library.engine_start, library.engine_free, library.engine_error
     ctypes.CDLL(str(TENSORFLOW_OP)).engine_use(*[ctypes.cast(function, ctypes.c_void_p) for function in functions])

@@ -12,7 +12,7 @@ Forward = Callable[[Weights, jax.Array, Callable[[jax.Array, float], jax.Array]]
 
 
 def dense(w: Weights, name: str, x: jax.Array) -> jax.Array:
-    """(..., k) -> (..., m) by the kernel (k, m)."""
+    """A dense layer: x (..., k), kernel (k, m) -> (..., m)."""
     return x @ w[f"{name}.kernel"] + w[f"{name}.bias"]
 
 

@@ -57,7 +57,7 @@ class Transfer:
             raise TransferError(self._library.engine_error().decode(errors="replace"))
 
     def output(self, index: int = 0) -> np.ndarray:
-        """Return what an allgather or alltoall received; with ``index`` 1, the rows that an alltoall got from each rank."""
+        """Return what an allgather or alltoall received; ``index`` 1: the rows that an alltoall got from each rank."""
         data, shape = ctypes.c_void_p(), (ctypes.c_int64 * MOST_DIMENSIONS)()
         dims = self._library.engine_output(self._pointer, index, ctypes.byref(data), shape, MOST_DIMENSIONS)
         return np.asarray(_Output(self, data.value, tuple(shape[:dims]), "int32" if index else self._dtype))

@@ -80,7 +80,7 @@ class EagerEngine(EngineCommunicator):
 
     @abstractmethod
     def _block(self, x: Tensor) -> Block:
-        """Return the address, shape and type of ``x``, which must be contiguous and in host memory."""
+        """Return the address, shape and type of ``x``, which is contiguous and in host memory."""
 
     @abstractmethod
     def _of_array(self, array: np.ndarray) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.engine.library import MISSING, horovod
+from hvd_train.engine.library import MISSING, horovod, use_stock
 from hvd_train.errors import TrainError, amount
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.launch.environment import rank_settings, threads
@@ -78,7 +78,9 @@ def doctor(verbose: bool) -> int:
         ("Horovod", horovod(), "" if horovod() != MISSING else "run scripts/setup"),
     ]
     records = [one for one in FRAMEWORKS.values() if version(one.packages[0]) or not one.optional]
-    all_facts = {one.name: _look(one.name) for one in records}
+    unusable = [one for one in records if use_stock() and not one.horovod]
+    rows += [(one.name, "needs the engine", "run scripts/setup --bindings both") for one in unusable]
+    all_facts = {one.name: _look(one.name) for one in records if one not in unusable}
     for framework, facts in all_facts.items():
         record = FRAMEWORKS[framework]
         if version(record.packages[0]) is None:

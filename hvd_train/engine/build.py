@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Compiles the engine: python hvd_train/engine/build.py [--mpi MPICC,MPICC,none] [--archive FILE]
+"""Compiles the engine: python hvd_train/engine/build.py [--mpi MPICC,MPICC,none] [--zig TARGET] [--archive FILE]
 
 Fetches Horovod's pinned source, applies our patch, and compiles ``native`` with it into ``lib``: a file for the MPI of
 each mpicc (default: the one on PATH), with ``none`` one for Gloo alone, and TensorFlow's operations, which need neither
-TensorFlow nor its headers. What was compiled before lies in the user's cache. ``--archive``: take Horovod's source from
-this file, without a network. The C++ compiler is ``CXX`` or c++.
+TensorFlow nor its headers. What was compiled before lies in the user's cache. ``--zig``: for hosts of a kind and with
+its glibc or a newer one (x86_64-linux-gnu.2.28), by the compiler of the package ziglang. ``--archive``: take Horovod's
+source from this file, without a network. The C++ compiler is ``CXX`` or c++.
 
 Needs cmake, ninja and patch_ng, but not hvd_train.
 """
@@ -37,6 +38,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mpi", default=shutil.which("mpicc"), metavar="MPICC,...")
+    parser.add_argument("--zig", default="", metavar="TARGET")
     parser.add_argument("--source", type=Path, metavar="FOLDER", help="only put the patched source there")
     parser.add_argument("--archive", type=Path, metavar="FILE", help=f"horovod-{VERSION}.tar.gz, already fetched")
     options = parser.parse_args()
@@ -46,7 +48,7 @@ def main() -> None:
     if not options.mpi:
         sys.exit("error: Could NOT find MPI: no mpicc is on PATH")
     mpiccs = ["" if mpicc == "none" else mpicc for mpicc in options.mpi.split(",")]
-    folders = [compiled(mpicc, options.archive) for mpicc in mpiccs]
+    folders = [compiled(mpicc, options.zig, options.archive) for mpicc in mpiccs]
     shutil.rmtree(LIB, ignore_errors=True)
     LIB.mkdir()
     for folder in folders:
@@ -54,9 +56,9 @@ def main() -> None:
             shutil.copy(built, LIB)
 
 
-def compiled(mpicc: str, archive: Path | None = None) -> Path:
+def compiled(mpicc: str, zig: str, archive: Path | None = None) -> Path:
     """The folder with the library of an MPI, compiled now or before."""
-    folder = CACHE / "engine" / key(mpicc)
+    folder = CACHE / "engine" / key(mpicc, zig)
     if (folder / "done").exists():
         return folder
     with tempfile.TemporaryDirectory(prefix="hvd_train-") as temporary:
@@ -65,6 +67,7 @@ def compiled(mpicc: str, archive: Path | None = None) -> Path:
         cmake: list[Any] = ["cmake", "-G", "Ninja", "-S", NATIVE, "-B", work / "build", f"-DHOROVOD={source}"]
         cmake += FLAGS
         cmake += ["-DWITH_MPI=ON", f"-DMPI_C_COMPILER={mpicc}"] if mpicc else ["-DWITH_MPI=OFF"]
+        cmake += zig_compilers(work, zig) if zig else []
         subprocess.run(cmake, check=True)
         subprocess.run(["ninja", "-C", work / "build", *jobs()], check=True)
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,12 +78,22 @@ def compiled(mpicc: str, archive: Path | None = None) -> Path:
     return folder
 
 
-def key(mpicc: str) -> str:
+def zig_compilers(work: Path, target: str) -> list[str]:
+    options = []
+    for language, name in (("C", "cc"), ("CXX", "c++")):
+        wrapper = work / name
+        wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m ziglang {name} -target {target} "$@"\n')
+        wrapper.chmod(0o755)
+        options.append(f"-DCMAKE_{language}_COMPILER={wrapper}")
+    return options
+
+
+def key(mpicc: str, zig: str) -> str:
     """A digest of all that the library depends on."""
     shown = subprocess.run([mpicc, "-show"], capture_output=True, text=True, check=False).stdout if mpicc else ""
     shown = shown.replace(str(Path(mpicc).parent.parent), "")  # another clone's is the same
     compiler = subprocess.run([*CXX, "-dumpversion"], capture_output=True, text=True, check=False).stdout
-    system = [platform.machine(), compiler.split(".")[0].strip(), os.confstr("CS_GNU_LIBC_VERSION")]
+    system = [platform.machine(), compiler.split(".")[0].strip(), os.confstr("CS_GNU_LIBC_VERSION"), zig]
     texts = [path.read_text() for path in (PATCH, *sorted(NATIVE.iterdir()))]
     return hashlib.sha256(json.dumps([shown, system, texts, FLAGS, SHA256]).encode()).hexdigest()[:16]
 
@@ -113,6 +126,7 @@ def fetch(work: Path, given: Path | None = None) -> Path:
 
 
 def compile_operations(into: Path) -> None:
+    """Not by zig: they copy a std::function of TensorFlow's, which has the layout of GCC's library."""
     line: list[Any] = [*CXX, "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-s"]
     subprocess.run([*line, NATIVE / "tensorflow_op.cc", "-o", into / "tensorflow.so"], check=True)
 

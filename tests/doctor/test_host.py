@@ -30,6 +30,19 @@ def test_doctor_counts_whatever_is_broken(monkeypatch, capsys, package):
     assert host.doctor(False) == 0
 
 
+def test_jax_without_the_engine_breaks_nothing(monkeypatch, capsys):
+    """Horovod has no bindings of its own for it."""
+    sound = {"version": "1", "gpus": 0, "mpi": True, "gloo": True, "nccl": False}
+    monkeypatch.setattr(metadata, "version", lambda name: "1")
+    monkeypatch.setattr(host, "use_stock", lambda: True)
+    monkeypatch.setattr(host, "_look", {"pytorch": sound, "tensorflow": sound}.__getitem__)
+    monkeypatch.setattr(host, "_probe", lambda framework, tool, verbose: (framework, tool, *"...", "ok"))
+    assert host.doctor(False) == 0
+    assert ["jax", "needs", "the", "engine", "run", "scripts/setup", "--bindings", "both"] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+
+
 def test_doctor_finds_a_sound_installation(monkeypatch):
     """Each framework with one launcher; the others are said to be sound."""
     probe, tried = host._probe, {"pytorch": "mpirun", "tensorflow": "horovodrun"}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import configparser
 import contextlib
+import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from hvd_train.engine import build
 from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[1]
+LONG = 3600  # seconds: the engine is compiled three times
 FOLDER = ROOT / "scripts" / "packaging"
 SPACK = FOLDER / "spack_repo" / "hvd_train" / "packages"
 ARCHIVE = f"horovod-{build.VERSION}.tar.gz"
@@ -210,3 +213,28 @@ def test_archive_of_other_content(monkeypatch, tmp_path):
         build.fetch(tmp_path, tmp_path / ARCHIVE)
     with pytest.raises(SystemExit, match="is not"):
         build.fetch(tmp_path, tmp_path / "none")
+
+
+@pytest.mark.long("compiles the engine three times")
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_a_wheel_needs_no_compiler(tmp_path_factory, framework):
+    """On a PATH without one: ranks that Open MPI starts, and ranks over Gloo, end with the same bits."""
+    folder = tmp_path_factory.getbasetemp() / "wheel"
+    if not folder.exists():
+        subprocess.run([ROOT / "scripts" / "wheel", "-o", folder / "dist"], check=True, timeout=LONG)
+        install = ["install", "-q", "--no-deps", "--no-index", "--target", folder / "site"]
+        subprocess.run([sys.executable, "-m", "pip", *install, *(folder / "dist").iterdir()], check=True)
+    lib = folder / "site" / "hvd_train" / "engine" / "lib"
+    assert {path.name for path in lib.iterdir()} == {"gloo.so", "mpich.so", "openmpi.so", "tensorflow.so"}
+    path = str(Path(sys.prefix) / "bin")
+    assert not any(shutil.which(compiler, path=path) for compiler in ("c++", "g++", "cc", "gcc"))
+    env = {"PATH": path, "HOME": str(folder), "PYTHONPATH": str(folder / "site")}
+    weights = []
+    for launcher in ("mpirun", "horovodrun"):
+        job = {"framework": framework, "run_dir": folder / f"{framework}-{launcher}", "max_steps": 20}
+        line = [folder / "site" / "bin" / "hvd-train", "fit", "-np", "2", "--launcher", launcher]
+        line += ["-c", ROOT / "scripts" / "configs" / "tiny.yaml"]
+        line += [word for key, value in job.items() for word in ("--set", f"{key}={value}")]
+        subprocess.run(line, cwd=folder, env=env, check=True, timeout=SECONDS)
+        weights.append(json.loads((job["run_dir"] / "summary.json").read_text())["weights_sha256"])
+    assert weights[0] == weights[1]

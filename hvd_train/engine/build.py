@@ -69,7 +69,7 @@ def compiled(mpicc: str, zig: str, archive: Path | None = None) -> Path:
         cmake += ["-DWITH_MPI=ON", f"-DMPI_C_COMPILER={mpicc}"] if mpicc else ["-DWITH_MPI=OFF"]
         cmake += zig_compilers(work, zig) if zig else []
         subprocess.run(cmake, check=True)
-        subprocess.run(["ninja", "-C", work / "build", *jobs()], check=True)
+        subprocess.run(["ninja", "-C", work / "build", f"-j{jobs()}"], check=True)
         folder.mkdir(parents=True, exist_ok=True)
         for built in (work / "build").glob("engine-*.so"):
             shutil.copy(built, folder / built.name.removeprefix("engine-"))
@@ -98,11 +98,11 @@ def key(mpicc: str, zig: str) -> str:
     return hashlib.sha256(json.dumps([shown, system, texts, FLAGS, SHA256]).encode()).hexdigest()[:16]
 
 
-def jobs() -> list[str]:
-    """A core and 1.5 GB for each call of the compiler."""
-    given = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL")
+def jobs() -> int:
+    """How many calls of the compiler run at once: a core and 1.5 GB each."""
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return [f"-j{given or max(1, min(len(os.sched_getaffinity(0)), int(memory_gb / 1.5)))}"]
+    fit = max(1, min(len(os.sched_getaffinity(0)), int(memory_gb / 1.5)))
+    return int(os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or fit)
 
 
 def fetch(work: Path, given: Path | None = None) -> Path:

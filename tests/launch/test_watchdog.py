@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +14,7 @@ import pytest
 
 from hvd_train.launch import watchdog
 from hvd_train.launch.status import ASK, StatusSlot, StatusTable
+from tests.limits import SECONDS
 
 
 @pytest.fixture
@@ -54,11 +57,14 @@ def test_answers_to_two_that_ask_at_once_are_kept_apart(table, monkeypatch):
 
 def test_a_rank_that_answers_late_is_waited_for(table, monkeypatch):
     """On a busy machine; a rank without a stack would be blamed for what another one does."""
+    asked: list[subprocess.Popen] = []
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.01)
-    request = table.request_stacks
-    monkeypatch.setattr(table, "request_stacks", lambda: threading.Timer(0.3, request).start())
+    # By a process: while the stacks are written no thread of this one may begin or end, as faulthandler cannot lock them.
+    late = ["sh", "-c", f"sleep 0.3; kill -{ASK:d} {os.getpid()}"]
+    monkeypatch.setattr(table, "request_stacks", lambda: asked.append(subprocess.Popen(late)))
     stack = watchdog.stacks(table, [table.read(0)])[0][-1]
     assert "most recent call first" in stack and "test_a_rank_that_answers_late" in stack
+    assert asked.pop().wait(SECONDS) == 0
 
 
 @pytest.mark.parametrize("phase", ["training", "saving"])

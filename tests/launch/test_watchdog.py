@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 
@@ -44,14 +42,14 @@ def test_news_reach_all_readers(table):
 def test_answers_to_two_that_ask_at_once_are_kept_apart(table, monkeypatch):
     """Else the main thread of the one and the first thread of the other look like one thread."""
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.5)
-    told, found = [table.read(0)], []
     own = watchdog.Watchdog(StatusTable(1, table.path), 1.0)
-    looker = threading.Thread(target=lambda: found.extend(own._stacks(told)[0]))
-    looker.start()
-    while looker.is_alive():
-        table.request_stacks()
-        time.sleep(0.1)
-    assert len(found) == len(sys._current_frames()) + 1  # and the looker
+    other = subprocess.Popen(["sh", "-c", f"while kill -{ASK:d} {os.getpid()}; do sleep 0.1; done"])
+    try:
+        found = own._stacks([table.read(0)])[0]
+    finally:
+        other.kill()
+        other.wait()
+    assert len(found) == len(sys._current_frames())
     assert all(thread.count("most recent call first") == 1 for thread in found), found
 
 
@@ -59,7 +57,7 @@ def test_a_rank_that_answers_late_is_waited_for(table, monkeypatch):
     """On a busy machine; a rank without a stack would be blamed for what another one does."""
     asked: list[subprocess.Popen] = []
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.01)
-    # By a process: while the stacks are written no thread of this one may begin or end, as faulthandler cannot lock them.
+    # Another process asks, because no thread of this one may begin or end while faulthandler writes the stacks.
     late = ["sh", "-c", f"sleep 0.3; kill -{ASK:d} {os.getpid()}"]
     monkeypatch.setattr(table, "request_stacks", lambda: asked.append(subprocess.Popen(late)))
     stack = watchdog.stacks(table, [table.read(0)])[0][-1]

@@ -93,6 +93,13 @@ def pytest_unconfigure(config):
         os.unlink(os.environ.pop(seconds.FILE))
 
 
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is none
+def pytest_xdist_make_scheduler(config, log):
+    from tests.scheduling import Scheduling
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:

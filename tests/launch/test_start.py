@@ -30,6 +30,17 @@ def test_many_more_ranks_than_cores_are_told(monkeypatch, capfd):
     assert capfd.readouterr().err == f"note: {what}; -np 2 is faster\n"
 
 
+@pytest.mark.skipif(installed.find_tool("mpirun") is None, reason="needs mpirun")
+def test_mpirun_needs_no_ssh_on_one_host(monkeypatch, tmp_path):
+    """Open MPI looks for it at its start, and a small container has none."""
+    (tmp_path / "mpirun").symlink_to(installed.find_tool("mpirun"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    line = start.command(2, "mpirun", [])
+    line = [*line[: line.index(sys.executable) + 1], "-c", "print('began')"]
+    done = subprocess.run(line, env=start.environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0 and done.stdout.split() == ["began", "began"], done.stderr
+
+
 @pytest.fixture
 def tools(monkeypatch):
     """Which launchers are installed, and whether Horovod speaks MPI."""

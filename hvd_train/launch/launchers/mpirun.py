@@ -103,6 +103,9 @@ class Mpirun(Launcher):
             # Within an allocation mpirun would start even this host's ranks through Slurm, and may wait for ever.
             for layer in ("ras", "plm"):
                 needed |= {f"OMPI_MCA_{layer}": "^slurm", f"PRTE_MCA_{layer}": "^slurm"}
+            # It looks for what would reach other hosts, and ends without it, as in a small container.
+            if not any(map(shutil.which, ("ssh", "rsh"))):
+                needed |= {"OMPI_MCA_plm_rsh_agent": "", "PRTE_MCA_plm_ssh_agent": ""}
         settings = {name: value for name, value in needed.items() if name not in os.environ}
         if os.geteuid() == 0:
             settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

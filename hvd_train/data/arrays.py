@@ -104,6 +104,13 @@ class Arrays:
     files: Sequence[str] = ()  # one per sample, if samples are files
     vocabulary = ""  # the tokenizer of texts, as JSON
 
+    def rounding(self, inputs: Any, labels: Any) -> tuple[str, ...]:
+        """Return remarks if float32 rounds other samples' values, (n, ...) or {name: (n, ...)}."""
+        sides = (self._inputs, float64_arrays(inputs, INPUT)), (self._labels, float64_arrays(labels, LABEL))
+        pairs = [(columns[name], x) for columns, arrays in sides for name, x in arrays.items() if name in columns]
+        told = (column.remark_on_rounding(x) for column, x in pairs if not column.field.classes)
+        return tuple(filter(None, told))
+
     def __len__(self) -> int:
         return len(next(iter(self._inputs.values())).values) if self.rows is None else len(self.rows)
 
@@ -219,6 +226,12 @@ class Arrays:
         part.rows, part.files = rows, [self.files[row] for row in rows.tolist()] if self.files else ()
         part.fingerprint = part._fingerprint()
         return part
+
+
+def float64_arrays(part: Any, unnamed: str = "") -> dict[str, np.ndarray]:
+    """Return the arrays of 64 bits in a dict, or a single one as ``unnamed``."""
+    named = part if isinstance(part, Mapping) else {unnamed: part}
+    return {name: x for name, x in named.items() if isinstance(x, np.ndarray) and x.dtype == np.float64}
 
 
 def _remark_on_rounding(column: Column, whole: bool = False) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.config.keys.lengths import LengthsConfig
 from hvd_train.config.user_code import user_errors, user_function
-from hvd_train.data.arrays import Arrays
+from hvd_train.data.arrays import Arrays, float64_arrays
 from hvd_train.data.classes import Known
 from hvd_train.data.column import LABEL, check_no_mask, is_class
 from hvd_train.data.dataset import DataRequest, Parts, known
@@ -93,6 +93,7 @@ def _columns(value: Any) -> Any:
     return names if all(isinstance(name, str) for name in names) and len({*names}) == len(names) else ()
 
 
+FEW = 8  # samples inspected for a remark
 ATTRIBUTES = ("__len__", "fetch", "fingerprint", "num_classes")
 WANTED = (
     "give (inputs, labels), or an object with __len__, fetch(indices) -> (inputs, labels), num_classes and fingerprint "
@@ -138,12 +139,20 @@ class UserSource:
         classes = classes.with_count(getattr(user_source, "num_classes", None))
         columns = _columns(fetched[0]), _columns(fetched[1])
         self._template = Arrays(inputs, labels, where, classes, task, images=config.images, columns=columns)
+        self.remarks = self._rounding(inputs, labels)
         fields, ignore = self._template.sample.labels, task.ignore_index
         labels = {name: replace(field, masked=_may_be_masked(field, ignore)) for name, field in fields.items()}
         self.sample, self.note = replace(self._template.sample, labels=labels), self._template.note
 
     def __len__(self) -> int:
         return len(self._user_source)
+
+    def _rounding(self, *first: Any) -> tuple[str, ...]:
+        """Return remarks if float32 rounds values of the first samples, which are read only if they have 64 bits."""
+        if not any(map(float64_arrays, first)):
+            return ()
+        few = self._fetch(np.arange(min(FEW, len(self._user_source))))
+        return self._template.rounding(*few)
 
     def watch(self, task: TaskConfig) -> None:
         """Check labels at each fetch, as they cannot be checked in advance."""

@@ -278,6 +278,35 @@ class Fetching(OnlyFetch):
         return self.fetched
 
 
+class Times:
+    """Seconds since 1970 with a fraction, which float32 does not tell apart."""
+
+    fingerprint = "t"
+    values = 1_790_000_000.25 + np.arange(16.0).reshape(8, 2) / 2048
+
+    def __len__(self):
+        return 8
+
+
+class FetchedTimes(Times):
+    def fetch(self, indices):
+        return {"when": self.values[indices], "what": IDS[indices]}, self.values[indices, 0]
+
+
+class StreamedTimes(Times):
+    def __iter__(self):
+        return iter(zip(self.values, self.values[:, 0], strict=True))
+
+
+@pytest.mark.parametrize(("source", "name"), [(FetchedTimes(), " 'when'"), (StreamedTimes(), "")])
+def test_numbers_that_32_bits_round_are_told_of_sources_too(source, name):
+    """Each was one number for the model, without a word where arrays had one."""
+    data = open_data(DataConfig(name="npz"), TaskConfig(loss="mse"), user_data=(source, source))
+    first, second = data.remarks
+    assert first.startswith(f"inputs{name} hold numbers whose differences float32 rounds")
+    assert second.startswith("labels hold numbers whose")
+
+
 OWN_FAULTS = {
     "tuple": (((IDS, IDS[:, :2]), LABELS), ["inputs are a tuple of 2", "a dict of named inputs"]),
     "list": (([IDS, IDS], LABELS), ["inputs are a list of 2", "a dict of named inputs"]),

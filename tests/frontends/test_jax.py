@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.frameworks import JAX
 from hvd_train.protocol import Field, Sample
 from hvd_train.session import Session
+from tests.environments import tested_with
 from tests.frontends.test_contract import batch, built, close, everything, opened, sample_of, stepped
 
 VOCABULARY, LENGTH = 11, 6
@@ -119,3 +122,11 @@ def test_formulas_of_the_table_are_pytorchs(optim):
         given = frontend.ops.from_numpy(rate) if "free" in optim["name"] else rate
         stepped(frontend, [batch(k) for k in range(3)], given)
     close(*map(everything, fronts), rtol=1e-9)
+
+
+@pytest.mark.long("installs JAX into an environment of its own")
+def test_with_jax(tmp_path):
+    if find_spec("jax"):
+        return  # the tests above ran with it
+    files = [__file__, str(Path(__file__).with_name("test_contract.py"))]
+    assert "could not import 'jax'" not in tested_with(["jax"], tmp_path, *files, "-k", "jax")

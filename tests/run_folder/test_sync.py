@@ -17,6 +17,7 @@ from hvd_train.config.trackers import TARGETS
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.run_folder import metrics_file, sync
 from hvd_train.run_folder.lock import Lock
+from tests.environments import tested_with
 from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -362,14 +363,4 @@ PACKAGES = ["mlflow-skinny", "sqlalchemy", "alembic", "wandb", "aim"]  # mlflow 
 def test_with_the_trackers_own_packages(tmp_path):
     if not [*targets()][0].marks[0].args[0]:
         return  # they are here, and the tests above ran with them
-    python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=SECONDS)
-    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    installed = subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=False, capture_output=True)
-    if installed.returncode:
-        pytest.skip(f"pip cannot install them: {installed.stderr.decode().splitlines()[-1]}")
-    (site / "hvd_train.pth").write_text(f"{ROOT}\n{Path(pytest.__file__).parents[1]}\n")
-    line = [python, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(line, cwd=ROOT, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "mlflow is not installed" not in done.stdout
+    assert "mlflow is not installed" not in tested_with(PACKAGES, tmp_path, __file__)

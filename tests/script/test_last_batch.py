@@ -47,8 +47,55 @@ def test_the_last_batch_counts_by_its_samples_where_it_is_in_use():
     assert passes.weight() == 1.0  # the pass has ended
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_loop_that_takes_one_batch_early(times):
+    """As prefetchers do. The step of the last batch comes after the pass; then nothing is left of it."""
+    for _ in range(2):
+        assert weights(uneven(), ahead=1, times=times) == [1.0] * 2 * times + [SEVEN_TO_SIX] * times
+    assert weights(uneven()) == [1.0, 1.0, SEVEN_TO_SIX]
+    assert passes.weight() == 1.0
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What is warned of, each time."""
+    lines = []
+    monkeypatch.setattr(passes, "_warn_of_uncertain_batch", lambda rank: lines.append(rank))
+    return lines
+
+
+def test_batches_that_are_taken_earlier_are_told(told):
+    assert weights(uneven(), ahead=2)[-1] == 1.0 and told == []  # no exchange by ``averaged``
+    for batch in (batches := list(uneven())):
+        passes.averaged()
+        passes.exchanged()
+        assert batch is not None
+    assert told == [0] * len(batches)
+    told.clear()
+    assert [passes.averaged() for _ in zip(*2 * [iter(uneven())], strict=False)] and told == []  # never exchanged
+    taken, rest = [], iter(uneven())
+    for batch in rest:
+        taken.append(batch)
+        if len(taken) == 3:
+            passes.averaged()
+            passes.exchanged()
+    assert told == [0]
+
+
+def test_a_first_batch_that_is_left_out_is_told(told):
+    """It looks as if each batch were taken early, until the last one gets no step."""
+    batches = iter(uneven())
+    next(batches)
+    for _ in batches:
+        assert passes.averaged() == 1.0
+        passes.exchanged()
+    assert told == []
+    next(iter(uneven()))
+    assert told == [0]
+
+
 def test_where_a_batch_in_use_is_not_certain_ranks_count_alike():
-    assert weights(uneven(), ahead=1) == [1.0] * 3  # the loop holds another batch than the last one given
+    assert weights(uneven(), ahead=2) == [1.0] * 2  # of which of three?
     assert weights(uneven(), every=3) == [1.0]  # gradients of three batches travel together
     assert weights(zip(uneven(), data.DataLoader(range(53), batch_size=10), strict=False))[-1] == SEVEN_TO_SIX
     even = passes.shared(data.DataLoader(range(60), batch_size=10), 0, 0, 2)

@@ -41,7 +41,9 @@ def as_array(value: Any) -> np.ndarray:
         if has_several(value) and value.dtype.kind in WIDE:
             return value
         # NumPy does not convert an array with an axis to a number, even with one entry.
-        number = value.item() if isinstance(value, np.ndarray) else value
+        number = value.item() if isinstance(value, np.ndarray | torch.Tensor) else value
+        if isinstance(number, complex | np.complexfloating):
+            return np.array(complex(number))
         if not is_whole(value):
             return np.array(float(number))
         if abs(int(number)) >= 2**63:

@@ -15,7 +15,7 @@ from hvd_train.frontends.serial import Serial
 from hvd_train.script.pytorch.bit_sum import bits
 from hvd_train.script.pytorch.reducer import Reducer
 from hvd_train.script.pytorch.residuals import Residuals
-from hvd_train.script.pytorch.sums import as_array
+from hvd_train.script.pytorch.sums import as_array, like_input
 from tests.script.loaders import SEVEN_TO_SIX, uneven
 from tests.script.pytorch.cases.gradients import Faulty
 
@@ -167,6 +167,12 @@ def test_an_integer_beyond_64_bits_is_refused(number):
     with pytest.raises(ConfigError, match=r"^the integer -?\d+ does not fit into 64 bits; ht.sum; give floats"):
         as_array(number)
     assert as_array(2**63 - 1) == 2**63 - 1 and as_array(float(2**63)) == 2.0**63
+
+
+@pytest.mark.parametrize("kind", [complex, np.complex64, np.array, lambda z: torch.tensor([z])])
+def test_a_complex_number_is_one_too(kind):
+    summed = as_array(kind(1 + 2j))
+    assert summed == 1 + 2j and like_input(kind(1 + 2j), summed) == 1 + 2j
 
 
 def test_wrapped_models():

@@ -24,6 +24,8 @@ unshared: UnsharedSums | None = None  # once there is a loader
 at_end: list[Callable[[], None]] = []  # called at the end of a pass with steps, on all ranks
 without_steps: list[Callable[[], None]] = []  # called at the end of a pass without a step or a sum over ranks
 _open: weakref.WeakSet[Pass] = weakref.WeakSet()  # unfinished passes that have returned a training batch
+_last: Pass | None = None  # a pass that has ended before the step of its last batch
+_unused: Pass | None = None  # a pass with an uneven batch that has ended before any step, and none has begun since
 _asked = 0
 _summed = False  # whether ht.sum was called between an uneven batch and the exchange of its gradients
 
@@ -48,7 +50,10 @@ class Pass:
         self._batches, self._share = batches, share
         self._plan = plan  # None for a stream, whose batches carry it
         self._known = in_order  # whether batch k is the k-th of the plan
-        self._single_exchange = in_order  # whether also each exchange is of one batch
+        self._single_exchange = in_order  # whether also each exchange is of one batch, as far as can be known
+        self._ahead: int | None = None  # how many batches the script takes early; None before the first exchange
+        self._fresh = 0  # batches since the last exchange
+        self._lengths: list[tuple[int, ...]] = []  # each rank's samples in the last two batches
         self._steps, self._batch = shares.steps(), -1
         self._weights: dict[int, str] = {}  # digests of the models' weights in a pass without steps
         self._joined = unshared.count if unshared else 0
@@ -60,7 +65,7 @@ class Pass:
     def __next__(self) -> Any:
         training = torch.is_grad_enabled()
         # Before the next batch: other ranks may still process parts of this one.
-        if training and leaving and self in uneven():
+        if training and leaving and any(p in (self, _last) for p in uneven()):
             leaving()
         if training and shares.steps() > self._steps:
             self._share.trained = True
@@ -70,6 +75,7 @@ class Pass:
         except StopIteration:
             _open.discard(self)
             if training:
+                self._keep_last()
                 self._end()
             if unshared:
                 unshared.passed(self._joined)
@@ -83,7 +89,10 @@ class Pass:
         if watch:
             batch = watch(self, batch, training)
         if training:
-            self._single_exchange = self._single_exchange and not self.new
+            _forget_last()
+            self._fresh += 1
+            if self._single_exchange:
+                self._lengths = [*self._lengths[-1:], self._counts]
             self.new = True
             _open.add(self)
         return batch
@@ -106,15 +115,39 @@ class Pass:
         return self._share.number
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return each rank's number of samples, (ranks,), in the batch that the next exchange belongs to, or the last
+        one if there was no batch since; () if that is uncertain.
+
+        A script that takes each batch before the step of the one before, as prefetchers do, is known by its first
+        exchange, which comes after two batches, and by one batch between exchanges.
+        """
+        ahead = self._fresh - 1 if self._ahead is None else self._ahead
+        several = self._ahead is not None and self._fresh > 1
+        return () if several or ahead > 1 or not self._single_exchange else self._lengths[-1 - ahead]
+
+    @property
     def weights(self) -> tuple[float, ...]:
-        """Return each rank's weight for the last batch, (ranks,); see ``weight``."""
-        if not self._single_exchange:
+        """Return each rank's weight, (ranks,), for the batch of ``lengths``; see ``weight``."""
+        if not self.lengths:
             return (1.0,) * self._share.size
-        return tuple(n * self._share.size / sum(self._counts) for n in self._counts)
+        return tuple(n * self._share.size / sum(self.lengths) for n in self.lengths)
+
+    def trained(self) -> None:
+        """Record that the gradients of ``lengths`` are computed."""
+        self._single_exchange = bool(self.lengths)
+        if self._ahead is None:
+            self._ahead = self._fresh - 1
+        self._fresh = 0
+
+    @property
+    def uncertain(self) -> bool:
+        """Return whether ranks may count alike in a batch in which they have unequal numbers of samples."""
+        return not self.lengths and any(len(set(one)) > 1 for one in self._lengths)
 
     @property
     def uneven(self) -> bool:
-        """Return whether ranks have unequal numbers of samples in the last batch."""
+        """Return whether ranks have unequal numbers of samples in the batch of ``lengths``."""
         return self._known and len(set(self.weights)) > 1
 
     @property
@@ -128,8 +161,8 @@ class Pass:
 
     @property
     def share_of_batch(self) -> int:
-        """Return this rank's number of samples in the last batch."""
-        return self._counts[self.rank]
+        """Return this rank's number of samples in the batch of ``lengths``."""
+        return self.lengths[self.rank]
 
     @property
     def digest(self) -> str:
@@ -142,6 +175,16 @@ class Pass:
     def moved(self) -> dict[str, str]:
         """Return ``fingerprint.Orders.moved`` if steps were made in this pass, else {}."""
         return self._share.orders.moved() if shares.steps() > self._steps else {}
+
+    def _keep_last(self) -> None:
+        """Keep a pass for the step of its last batch, which the script has taken early."""
+        global _last, _unused
+        if self._ahead is None:
+            if any(len(set(one)) > 1 for one in self._lengths):
+                _unused = self
+        elif self._ahead == 1 and self.lengths and not self.new:
+            self._ahead, self._fresh, self.new, _last = 0, 1, True, self
+            _open.add(self)
 
     def _end(self) -> None:
         share = self._share
@@ -163,6 +206,16 @@ class Pass:
         if share.shuffle and share.repeated() and share.rank == 0:
             what = "the samples came twice in the same order, because no distributed optimizer made a step"
             warnings.warn(f"{what}; ht.shard; call loader.set_epoch(number) for another order", stacklevel=3)
+
+
+def _forget_last() -> None:
+    """A training batch has come: the next exchange belongs to it."""
+    global _last, _unused
+    if _last:
+        if _last.new and _last.uneven:  # the first batch of its pass was left out
+            _warn_of_uncertain_batch(_last.rank)
+        _open.discard(_last)
+    _last = _unused = None
 
 
 class Sharded(data.DataLoader):
@@ -269,10 +322,10 @@ def weight() -> float:
     """Return this rank's weight in the mean over ranks: its samples times ranks / all ranks' samples.
 
     It differs from 1 only at the end of an epoch, where batches may differ in length, and only if it is certain which
-    batch the gradient belongs to: each batch of this pass had its own exchange, and no other sharded loader has
-    returned a batch of another weight since the last exchange. Batches taken under ``torch.no_grad`` do not count, and
-    an exchange without a new batch belongs to the last one. The ranks' weights have a mean of 1 up to rounding. The
-    loss is assumed to be a mean over its batch.
+    batch the gradient belongs to: each batch of this pass had its own exchange, before or after the next one was taken,
+    and no other sharded loader has returned a batch of another weight since the last exchange. Batches taken under
+    ``torch.no_grad`` do not count, and an exchange without a new batch belongs to the last one. The ranks' weights have
+    a mean of 1 up to rounding. The loss is assumed to be a mean over its batch.
     """
     passes = in_use()
     # All ranks' weights are compared: two loaders may have equal weights here, and different ones on another rank.
@@ -300,6 +353,11 @@ def averaged() -> float:
     """Return ``weight`` for averaged gradients that are about to be exchanged; may warn of a divided loss."""
     if _summed:
         warn_of_divided_loss()
+    uncertain = [p for p in in_use() if p.uncertain]
+    if _unused and not in_use():
+        uncertain = [_unused]
+    if uncertain:
+        _warn_of_uncertain_batch(uncertain[0].rank)
     return weight()
 
 
@@ -310,6 +368,15 @@ def warn_of_divided_loss() -> None:
         what = "ht.sum before backward(), where gradients are weighted by the ranks' unequal numbers of samples"
         fix = "if the loss is divided by this sum, use ht.distribute(average=False), and do not divide by ht.size()"
         warnings.warn(f"{what}; {fix}", stacklevel=5)
+
+
+@functools.cache
+def _warn_of_uncertain_batch(rank: int) -> None:
+    """Warn once, on rank 0, that ranks count alike in an uneven batch."""
+    if not rank:
+        what = "batches were taken before the steps of earlier ones, so all ranks count alike in an uneven batch"
+        fix = "for the numbers of one rank take each batch after the step before it, or set drop_last=True"
+        warnings.warn(f"{what}; ht.shard; {fix}", stacklevel=5)
 
 
 def exchanged() -> None:
@@ -326,4 +393,6 @@ def accumulated() -> None:
     passes = list(_open)
     if any(p.new for p in passes):
         for p in passes:
+            if p.new:
+                p.trained()
             p.used, p.new = p.new, False

@@ -72,12 +72,10 @@ class Batches:
         loop_pass = _Pass()
         for batch in self._epoch(self._numbers.next):
             Reduction.count_graph_steps()
-            loop_pass.begin_batch()
             batch = keras.tree.map_structure(keras.ops.convert_to_tensor, batch, none_is_leaf=False)
-            Reduction.counts(len(keras.tree.flatten(batch)[0]) / self._batch_size)
+            loop_pass.begin_batch(len(keras.tree.flatten(batch)[0]) / self._batch_size)
             yield batch
         Reduction.count_graph_steps()
-        Reduction.counts(1.0)
         self._numbers.skip()
         loop_pass.end()
 
@@ -139,11 +137,9 @@ def _followed_dataset(parts: Any, batch_size: int) -> Any:
             try:
                 batch = iterator.__next__(self)
             except StopIteration:
-                Reduction.counts(1.0)
                 loop_pass.end()
                 raise
-            loop_pass.begin_batch()
-            Reduction.counts(len(tf.nest.flatten(batch)[0]) / batch_size)
+            loop_pass.begin_batch(len(tf.nest.flatten(batch)[0]) / batch_size)
             return batch
 
         # A subclass, not a generator: the script may use the API of TensorFlow's iterator.
@@ -159,16 +155,32 @@ class _Pass:
 
     def __init__(self) -> None:
         self._before, self._batches = _steps(), 0
+        self._early = False  # whether the script takes each batch before the step of the one before, as prefetchers do
+        self._seen = self._before  # steps at the last batch
+        self._part = 1.0  # of a full batch that the last batch is
         self._weights: dict[int, str] = {}  # digests of the models' weights, in a pass without steps
         _unshared().begins()
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, part: float) -> None:
+        """Record that the script has taken a batch that is this part of a full one."""
         self._batches += 1
         if self._batches == 2 and _steps() == self._before:
             self._weights = weight_check.digests()  # this pass may train without optimizers
+            self._early = True
+        elif self._batches > 2 and self._early:
+            self._early = self._has_stepped()
+        Reduction.counts(self._part if self._early else part)
+        self._part = part
+
+    def _has_stepped(self) -> bool:
+        """Return whether there was a step since the last call."""
+        before, self._seen = self._seen, _steps()
+        return self._seen > before
 
     def end(self) -> None:
         """If the pass has made steps, synchronize weights or statistics, on all ranks together."""
+        # The step of a batch that was taken early is still to come.
+        Reduction.counts(self._part if self._early and self._has_stepped() else 1.0)
         if _steps() > self._before:
             Reduction.average_moved_statistics()
         else:

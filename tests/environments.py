@@ -13,7 +13,7 @@ from tests.limits import SECONDS
 ROOT = Path(__file__).parents[1]
 
 
-def tested_with(packages: list[str], folder: Path, *words: str) -> str:
+def run_pytest_with(packages: list[str], folder: Path, *words: str) -> str:
     """Install the packages beside those that are here, and run pytest with ``words``; what it printed."""
     python = folder / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=SECONDS)

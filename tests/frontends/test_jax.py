@@ -14,7 +14,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.frameworks import JAX
 from hvd_train.protocol import Field, Sample
 from hvd_train.session import Session
-from tests.environments import tested_with
+from tests.environments import run_pytest_with
 from tests.frontends.test_contract import batch, built, close, everything, opened, sample_of, stepped
 
 VOCABULARY, LENGTH = 11, 6
@@ -129,4 +129,4 @@ def test_with_jax(tmp_path):
     if find_spec("jax"):
         return  # the tests above ran with it
     files = [__file__, str(Path(__file__).with_name("test_contract.py"))]
-    assert "could not import 'jax'" not in tested_with(["jax"], tmp_path, *files, "-k", "jax")
+    assert "could not import 'jax'" not in run_pytest_with(["jax"], tmp_path, *files, "-k", "jax")

@@ -17,7 +17,7 @@ from hvd_train.config.trackers import TARGETS
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.run_folder import metrics_file, sync
 from hvd_train.run_folder.lock import Lock
-from tests.environments import tested_with
+from tests.environments import run_pytest_with
 from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -363,4 +363,4 @@ PACKAGES = ["mlflow-skinny", "sqlalchemy", "alembic", "wandb", "aim"]  # mlflow 
 def test_with_the_trackers_own_packages(tmp_path):
     if not [*targets()][0].marks[0].args[0]:
         return  # they are here, and the tests above ran with them
-    assert "mlflow is not installed" not in tested_with(PACKAGES, tmp_path, __file__)
+    assert "mlflow is not installed" not in run_pytest_with(PACKAGES, tmp_path, __file__)

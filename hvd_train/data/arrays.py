@@ -105,7 +105,7 @@ class Arrays:
     vocabulary = ""  # the tokenizer of texts, as JSON
 
     def rounding(self, inputs: Any, labels: Any) -> tuple[str, ...]:
-        """Return remarks if float32 rounds other samples' values, (n, ...) or {name: (n, ...)}."""
+        """Return remarks if float32 rounds float64 values of other samples: arrays (n, ...) or dicts of them."""
         sides = (self._inputs, float64_arrays(inputs, INPUT)), (self._labels, float64_arrays(labels, LABEL))
         pairs = [(columns[name], x) for columns, arrays in sides for name, x in arrays.items() if name in columns]
         told = (column.remark_on_rounding(x) for column, x in pairs if not column.field.classes)
@@ -229,7 +229,7 @@ class Arrays:
 
 
 def float64_arrays(part: Any, unnamed: str = "") -> dict[str, np.ndarray]:
-    """Return the arrays of 64 bits in a dict, or a single one as ``unnamed``."""
+    """Return the float64 arrays of a dict, or a single float64 array as ``unnamed``."""
     named = part if isinstance(part, Mapping) else {unnamed: part}
     return {name: x for name, x in named.items() if isinstance(x, np.ndarray) and x.dtype == np.float64}
 

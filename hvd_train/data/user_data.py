@@ -148,7 +148,7 @@ class UserSource:
         return len(self._user_source)
 
     def _rounding(self, *first: Any) -> tuple[str, ...]:
-        """Return remarks if float32 rounds values of the first samples, which are read only if they have 64 bits."""
+        """Return remarks if float32 rounds what ``fetch`` gives. Reads a few samples if the first one has float64."""
         if not any(map(float64_arrays, first)):
             return ()
         few = self._fetch(np.arange(min(FEW, len(self._user_source))))

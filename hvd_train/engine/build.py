@@ -3,8 +3,8 @@
 
 Fetches Horovod's pinned source, applies our patch, and compiles ``native`` with it into ``lib``: a file for the MPI of
 each mpicc (default: the one on PATH), with ``none`` one for Gloo alone, and TensorFlow's operations, which need neither
-TensorFlow nor its headers. What was compiled before lies in the user's cache. ``--zig``: for hosts of a kind and with
-its glibc or a newer one (x86_64-linux-gnu.2.28), by the compiler of the package ziglang. ``--archive``: take Horovod's
+TensorFlow nor its headers. What was compiled before lies in the user's cache. ``--zig``: compile for other hosts, here
+x86-64 with glibc 2.28 or newer: ``x86_64-linux-gnu.2.28``; needs the package ziglang. ``--archive``: take Horovod's
 source from this file, without a network. The C++ compiler is ``CXX`` or c++.
 
 Needs cmake, ninja and patch_ng, but not hvd_train.
@@ -79,6 +79,7 @@ def compiled(mpicc: str, zig: str, archive: Path | None = None) -> Path:
 
 
 def zig_compilers(work: Path, target: str) -> list[str]:
+    """Write scripts that call zig as a compiler, as CMake wants one word; return CMake's options for them."""
     options = []
     for language, name in (("C", "cc"), ("CXX", "c++")):
         wrapper = work / name
@@ -126,7 +127,7 @@ def fetch(work: Path, given: Path | None = None) -> Path:
 
 
 def compile_operations(into: Path) -> None:
-    """Not by zig: they copy a std::function of TensorFlow's, which has the layout of GCC's library."""
+    """Compile TensorFlow's operations, never with zig: they copy a std::function that TensorFlow compiled with GCC."""
     line: list[Any] = [*CXX, "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-s"]
     subprocess.run([*line, NATIVE / "tensorflow_op.cc", "-o", into / "tensorflow.so"], check=True)
 

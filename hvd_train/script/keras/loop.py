@@ -155,9 +155,9 @@ class _Pass:
 
     def __init__(self) -> None:
         self._before, self._batches = _steps(), 0
-        self._early = False  # whether the script takes each batch before the step of the one before, as prefetchers do
+        self._early = False  # whether the script fetches one batch ahead, as prefetchers do
         self._seen = self._before  # steps at the last batch
-        self._part = 1.0  # of a full batch that the last batch is
+        self._part = 1.0  # samples of the last batch / those of a full one
         self._weights: dict[int, str] = {}  # digests of the models' weights, in a pass without steps
         _unshared().begins()
 
@@ -179,7 +179,7 @@ class _Pass:
 
     def end(self) -> None:
         """If the pass has made steps, synchronize weights or statistics, on all ranks together."""
-        # The step of a batch that was taken early is still to come.
+        # If the script fetches one batch ahead, the step of the last batch is still to come.
         Reduction.counts(self._part if self._early and self._has_stepped() else 1.0)
         if _steps() > self._before:
             Reduction.average_moved_statistics()

@@ -51,7 +51,7 @@ class Pass:
         self._plan = plan  # None for a stream, whose batches carry it
         self._known = in_order  # whether batch k is the k-th of the plan
         self._single_exchange = in_order  # whether also each exchange is of one batch, as far as can be known
-        self._ahead: int | None = None  # how many batches the script takes early; None before the first exchange
+        self._ahead: int | None = None  # how many batches ahead the script fetches; None before the first exchange
         self._fresh = 0  # batches since the last exchange
         self._lengths: list[tuple[int, ...]] = []  # each rank's samples in the last two batches
         self._steps, self._batch = shares.steps(), -1
@@ -134,7 +134,7 @@ class Pass:
         return tuple(n * self._share.size / sum(self.lengths) for n in self.lengths)
 
     def trained(self) -> None:
-        """Record that the gradients of ``lengths`` are computed."""
+        """Record that the gradients of the batch of ``lengths`` are computed."""
         self._single_exchange = bool(self.lengths)
         if self._ahead is None:
             self._ahead = self._fresh - 1
@@ -142,7 +142,7 @@ class Pass:
 
     @property
     def uncertain(self) -> bool:
-        """Return whether ranks may count alike in a batch in which they have unequal numbers of samples."""
+        """Return whether all ranks have weight 1 although a batch is uneven, as the batch in use is not known."""
         return not self.lengths and any(len(set(one)) > 1 for one in self._lengths)
 
     @property
@@ -177,7 +177,7 @@ class Pass:
         return self._share.orders.moved() if shares.steps() > self._steps else {}
 
     def _keep_last(self) -> None:
-        """Keep a pass for the step of its last batch, which the script has taken early."""
+        """Leave the pass open if the step of its last batch is still to come."""
         global _last, _unused
         if self._ahead is None:
             if any(len(set(one)) > 1 for one in self._lengths):
@@ -209,7 +209,7 @@ class Pass:
 
 
 def _forget_last() -> None:
-    """A training batch has come: the next exchange belongs to it."""
+    """Close the pass that was left open: a training batch has come, to which the next exchange belongs."""
     global _last, _unused
     if _last:
         if _last.new and _last.uneven:  # the first batch of its pass was left out
@@ -350,7 +350,7 @@ def summed() -> None:
 
 
 def averaged() -> float:
-    """Return ``weight`` for averaged gradients that are about to be exchanged; may warn of a divided loss."""
+    """Return ``weight`` for averaged gradients that are about to be exchanged; may warn of a loss or a batch."""
     if _summed:
         warn_of_divided_loss()
     uncertain = [p for p in in_use() if p.uncertain]
@@ -372,10 +372,10 @@ def warn_of_divided_loss() -> None:
 
 @functools.cache
 def _warn_of_uncertain_batch(rank: int) -> None:
-    """Warn once, on rank 0, that ranks count alike in an uneven batch."""
+    """Warn once, on rank 0, that all ranks have weight 1 in an uneven batch."""
     if not rank:
-        what = "batches were taken before the steps of earlier ones, so all ranks count alike in an uneven batch"
-        fix = "for the numbers of one rank take each batch after the step before it, or set drop_last=True"
+        what = "it is not known which batch a step belongs to, so in an uneven batch all ranks have the same weight"
+        fix = "make a step for each batch and fetch at most one batch ahead, or set drop_last=True"
         warnings.warn(f"{what}; ht.shard; {fix}", stacklevel=5)
 
 

@@ -18,6 +18,7 @@ from hvd_train.script.keras import backends
 from hvd_train.script.keras import loop as own_loop
 from tests.script.keras.cases.models import BATCH, COUNT, Adam, compiled, cross_entropy, digits, fit, network, trained
 from tests.script.keras.cases.networks import descent
+from tests.script.prefetching import early
 
 
 def loop(dataset=False):
@@ -45,15 +46,6 @@ def loop(dataset=False):
             losses.append(float(values["loss"])) if len(part[0]) == BATCH else None
     total = float(hk.reduce(len(losses), op="sum")) / hk.size()
     return trained(model, losses=losses, steps=0 if dataset else len(batches), total=total)
-
-
-def early(batches):
-    """Each batch is taken before the step of the one before, as prefetchers do."""
-    taken = iter(batches)
-    following = next(taken)
-    while following is not None:
-        batch, following = following, next(taken, None)
-        yield batch
 
 
 def sums():

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import hvd_train.torch as ht
 from hvd_train.cli import guide
+from tests.script.prefetching import early
 from tests.script.pytorch.cases.models import GLOBAL_BATCH, WIDE, cnn, digits, fit, loader, mlp, sgd
 
 PAGE_BLOCKS = re.findall(r"^```python\n(.*?)^```$", guide.page("pytorch-script"), re.MULTILINE | re.DOTALL)
@@ -34,15 +35,6 @@ def uneven():
             with torch.no_grad():
                 ht.sum(*[F.cross_entropy(model(x), y, reduction="sum") for x, y in checks])
     return model
-
-
-def early(batches):
-    """Each batch is taken before the step of the one before, as prefetchers do."""
-    taken = iter(batches)
-    following = next(taken)
-    while following is not None:
-        batch, following = following, next(taken, None)
-        yield batch
 
 
 def sampled_by(make):

@@ -16,6 +16,7 @@ from hvd_train.run_folder.terminal import say
 
 if TYPE_CHECKING:
     from hvd_train.config import Config
+    from hvd_train.insight.plan import Aim
 
 SECONDS = 60.0
 MOST_A_CORE = 32  # ranks that sleep: each is a process with its framework, of 0.3 GB
@@ -111,10 +112,11 @@ def plan(
         fix = "give .png, .svg, .pdf, .csv or .json"
         raise ConfigError("the ending says what to write", where=f"-o {strange[0]}", fix=fix)
     studied: dict[int, list[float]] = {}
+    aim: Aim | None = None
     if folder:
         if path or sets or kind:
             raise ConfigError("the study has its own configuration", where="--study", fix="leave out -c, --set, --weak")
-        config, kind, studied = _of_study(folder)
+        config, kind, studied, aim = _of_study(folder)
     else:
         config = load_config(path, sets)
     measuring.check(config)
@@ -135,8 +137,8 @@ def plan(
                 continue
             rehearsed[n] = taken
     on_host = sorted({*on_host, *studied})
-    found = planning.rows(config, measured, counts, on_host, network, rehearsed, studied)
-    click.echo(planning.text(found, wish, config, measured, network, counts))
+    found = planning.rows(config, measured, counts, on_host, network, rehearsed, studied, aim)
+    click.echo(planning.text(found, wish, config, measured, network, counts, aim))
     for file in outputs:
         _write(file, found, measured, studied)
         click.echo(f"written: {file}")
@@ -147,20 +149,22 @@ def _report(line: str) -> None:
     say(line, err=True)
 
 
-def _of_study(folder: Path) -> tuple[Config, str, dict[int, list[float]]]:
-    """Return the configuration of a study, its kind (strong or weak), and {number of ranks: samples/s of each run}.
+def _of_study(folder: Path) -> tuple[Config, str, dict[int, list[float]], Aim | None]:
+    """Return the configuration of a study, its kind (strong or weak), {number of ranks: samples/s of each run}, and its
+    target.
 
     Only runs on a single host count.
     """
     from hvd_train.scaling import study as studies
-    from hvd_train.scaling.points import measured
+    from hvd_train.scaling.points import aim, measured
 
     study = studies.load(folder)
-    points = [one for one in measured(study).known if all(run.hosts == 1 for run in one.runs)]
+    found = measured(study)
+    points = [one for one in found.known if all(run.hosts == 1 for run in one.runs)]
     if not points:
         fix = "run hvd-train scale, or give another folder"
         raise ConfigError("the study holds no runs of one host", where=f"--study {folder}", fix=fix)
-    return study.config, study.kind, {one.ranks: [run.rate for run in one.runs] for one in points}
+    return study.config, study.kind, {one.ranks: [run.rate for run in one.runs] for one in points}, aim(found)
 
 
 def _write(file: Path, found: list, measured: object, studied: dict[int, list[float]]) -> None:

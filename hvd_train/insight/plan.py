@@ -75,11 +75,50 @@ def parse_counts(text: str, option: str) -> list[int]:
 
 
 @dataclass(frozen=True)
+class Trainings:
+    """A study's trainings to a target on a number of ranks: the ``samples`` and ``seconds`` (of steps) of each until
+    then; inf: it ended before. ``batch``: the global batch."""
+
+    batch: int
+    samples: Sequence[float]
+    seconds: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A study's ``target``, in words, and its trainings by their number of ranks."""
+
+    target: str
+    trainings: Mapping[int, Trainings]
+
+    def samples(self, batch: int, below: float = math.inf) -> float | None:
+        """Return the samples that a training with this global batch needs; None: not known.
+
+        Of a batch that was tried, the median over its trainings; of another, the line a + b B through the medians with
+        a, b >= 0: where the noise of gradients limits, samples grow so over the batch (McCandlish et al. 2018, An
+        Empirical Model of Large-Batch Training, section 2). Only trainings on fewer than ``below`` ranks count.
+        """
+        each: dict[int, list[float]] = {}
+        for ranks, one in self.trainings.items():
+            if ranks < below:
+                each.setdefault(one.batch, []).extend(one.samples)
+        known = {size: middle for size, x in each.items() if x and math.isfinite(middle := median(x))}
+        if batch in known or len(known) < 2:
+            return known.get(batch)
+        sizes, medians = np.array([*known], dtype=float), np.array([*known.values()])
+        slope, level = np.polyfit(sizes, medians, 1)
+        if slope < 0:
+            return float(medians.mean())
+        return float((medians @ sizes) / (sizes @ sizes) * batch if level < 0 else level + slope * batch)
+
+
+@dataclass(frozen=True)
 class Row:
     """A row of the plan. ``source``: measured, predicted or rehearsed; ``steps``: of the configured training.
 
     ``speedup``: of samples/s, against the fewest ranks times their number. ``studied``: samples/s that a study has
-    measured on these ranks, the median over its runs; None: not in the study.
+    measured on these ranks, the median over its runs; None: not in the study. ``needed``: samples to the study's
+    target; None: not known.
     """
 
     at: Prediction
@@ -87,6 +126,7 @@ class Row:
     steps: int
     speedup: float
     studied: float | None = None
+    needed: float | None = None
 
     @property
     def efficiency(self) -> float:
@@ -103,6 +143,11 @@ class Row:
     @property
     def node_hours(self) -> float:
         return self.at.hosts * self.hours(self.at.step)
+
+    @property
+    def to_target(self) -> float | None:
+        """Return the seconds of steps to the target."""
+        return self.needed / self.at.rate if self.needed else None
 
 
 @dataclass(frozen=True)
@@ -148,11 +193,12 @@ def rows(
     link: Link | None = None,
     rehearsed: Mapping[int, Sequence[float]] | None = None,
     studied: Mapping[int, Sequence[float]] | None = None,
+    aim: Aim | None = None,
 ) -> list[Row]:
     """Return the rows: each placement on one host, then the fastest one on more hosts, and rehearsals.
 
     ``ranks``: on a host, also ones that were not measured. ``rehearsed``: {ranks: seconds of steps}. ``studied``:
-    {ranks: samples/s of each run}, with the usual threads.
+    {ranks: samples/s of each run}, with the usual threads. ``aim``: its target.
     """
     model, samples = calibration.model(config.exchange.compression), calibration.samples
     placements = sorted({*model.placements, *((n, 0) for n in ranks if n not in {k for k, _ in model.placements})})
@@ -184,7 +230,14 @@ def rows(
         return median(rates) if rates else None
 
     return [
-        Row(one, source, total_steps(config, samples, one.ranks), one.rate / unit, studied_rate(one, source))
+        Row(
+            one,
+            source,
+            total_steps(config, samples, one.ranks),
+            one.rate / unit,
+            studied_rate(one, source),
+            aim.samples(config.global_batch(one.ranks)) if aim and source != "rehearsed" else None,
+        )
         for one, source in found
     ]
 
@@ -257,6 +310,10 @@ def milliseconds(seconds: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def brief_seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+
+
 def brief(hours: float) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
 
@@ -268,16 +325,22 @@ def text(
     calibration: Calibration,
     link: Link | None = None,
     hosts: Sequence[int] = (),
+    aim: Aim | None = None,
 ) -> str:
     """Return the table of predictions, and the advice below it. ``hosts``: the numbers that were asked for."""
-    lines = [table(HEADER, [cells(row) for row in found]), "", choice(found, wish)]
+    header, body = HEADER, [cells(row) for row in found]
+    if aim:
+        header = [*HEADER[:-1], f"s to {aim.target}", HEADER[-1]]
+        times = [brief_seconds(row.to_target) for row in found]
+        body = [[*row[:-1], taken, row[-1]] for row, taken in zip(body, times, strict=True)]
+    lines = [table(header, body), "", choice(found, wish)]
     if not calibration.model(config.exchange.compression).knows_exchange:
         lines.append("no exchange could be measured, so more ranks are not predicted")
     elif left_out := sorted({*hosts} - {row.at.hosts for row in found}):
         lines.append(
             f"not planned: {listing(left_out)} hosts, whose ranks are more than the samples of a step or of the data"
         )
-    lines += [*findings(found, config, calibration, link), *against_study(found)]
+    lines += [*findings(found, config, calibration, link), *against_study(found), *against_trainings(found, aim)]
     runs = sum(map(len, calibration.figures.values()))
     lines.append(
         f"{amount(runs, 'run')} in {calibration.seconds:.0f} s; batch: of all ranks; 90 %: the interval of a step in "
@@ -359,6 +422,27 @@ def against_study(found: Sequence[Row]) -> list[str]:
         inside += at.ranks * at.batch / at.high <= row.studied <= at.ranks * at.batch / at.low
     if errors:
         lines.append(f"study: median error {100 * median(errors):.1f} %; {inside} of {len(errors)} within the interval")
+    return lines
+
+
+def against_trainings(found: Sequence[Row], aim: Aim | None) -> list[str]:
+    """Compare the predicted seconds to the target with those of the study's trainings on more than the fewest ranks.
+
+    What is predicted uses the samples of trainings on fewer ranks alone.
+    """
+    lines = []
+    for row in found:
+        one = aim.trainings.get(row.at.ranks) if aim else None
+        # ``studied`` marks the rows that trained as the study did: on this host, with the usual threads.
+        if not aim or not one or row.studied is None:
+            continue
+        samples, took = aim.samples(one.batch, row.at.ranks), median(one.seconds or [math.inf])
+        if samples and math.isfinite(took):
+            taken = samples / row.at.rate
+            words = f"{brief_seconds(took)} s to {aim.target}, plan {brief_seconds(taken)} s"
+            lines.append(f"study: {amount(row.at.ranks, 'rank')}: {words}: {100 * (taken / took - 1):+.1f} %")
+    if aim and not any(row.needed for row in found):
+        lines.append(f"no time to {aim.target} is known: the study has no trainings that reached it")
     return lines
 
 
@@ -474,4 +558,4 @@ def record(row: Row) -> dict[str, Any]:
         "node_hours": None if at["hosts"] is None else row.node_hours,
     }
     values = {"how": row.source, **at, "rate": row.at.rate, "speedup": row.speedup, "efficiency": row.efficiency}
-    return values | steps | {"studied": row.studied, "error": row.error}
+    return values | steps | {"studied": row.studied, "error": row.error, "seconds_to_target": row.to_target}

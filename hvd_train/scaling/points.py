@@ -14,6 +14,7 @@ import numpy as np
 from hvd_train.core.noise_scale import t_quantile
 from hvd_train.errors import amount, printable
 from hvd_train.insight.factors import Factors
+from hvd_train.insight.plan import Aim, Trainings
 from hvd_train.insight.scaling_laws import AMDAHL, UNIVERSAL, Fit, fit, too_few
 from hvd_train.scaling.runs import Run, Training, read, read_training
 from hvd_train.scaling.study import Study
@@ -81,12 +82,17 @@ class Point:
         A training that has ended without reaching it counts as later than all others. The medians are None if half of
         the trainings or more did so.
         """
+        samples, seconds = self.way()
+        reached = sum(map(math.isfinite, samples))
+        if 2 * reached <= len(samples):
+            return None, None, reached, len(samples)
+        return median(samples), median(seconds), reached, len(samples)
+
+    def way(self) -> tuple[list[float], list[float]]:
+        """Return the samples and the seconds of each training to the target; inf: it ended without reaching it."""
         ended = [one for one in self.trainings.values() if one.ended or one.reached]
-        reached = sum(one.reached is not None for one in ended)
         samples, seconds = ([one.reached[k] if one.reached else math.inf for one in ended] for k in (0, 1))
-        if 2 * reached <= len(ended):
-            return None, None, reached, len(ended)
-        return median(samples), median(seconds), reached, len(ended)
+        return samples, seconds
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,13 @@ def measured(study: Study) -> Measured:
                 trainings |= {number: training} if training else {}
         points.append(Point(ranks, study.batch(ranks), runs, problems[0] if problems else "", trainings))
     return Measured(study, points)
+
+
+def aim(measured: Measured) -> Aim | None:
+    """Return the target of a study, with its trainings; None: it has none."""
+    if measured.study.target is None:
+        return None
+    return Aim(str(measured.study.target), {one.ranks: Trainings(one.batch, *one.way()) for one in measured.points})
 
 
 def _read(study: Study, trial: Trial, problems: list[str]) -> Run | None:

@@ -7,6 +7,10 @@ rehearsal: ranks that sleep the steps' own times and exchange for real, against 
 
 Baselines: linear (N times one rank), and a scaling law through the study's smaller numbers of ranks, where there are
 two or more: the universal law where there are three, else Amdahl's.
+
+With ``--target`` the models are also trained to it, ``--seeds`` times on each number of ranks, once with the global
+batch kept (strong) and once with a rank's batch kept (weak). The seconds on the most ranks are predicted from the
+samples/s of the plan and the samples that trainings on fewer ranks needed.
 """
 
 from __future__ import annotations
@@ -34,10 +38,11 @@ from hvd_train.insight.prediction import Link, Prediction
 from hvd_train.launch.start import environment
 from hvd_train.report.text_tables import table
 from hvd_train.scaling import study as studies
-from hvd_train.scaling.points import measured
+from hvd_train.scaling.points import aim, measured
 
 CHOICE = 1.05  # a choice is good if the best takes at most so much less time
 REHEARSED = 4.0  # seconds of a rehearsal
+TO_TARGET = ("framework", "model", "kind", "ranks", "samples", "measured", "predicted", "error")
 COLUMNS = ("framework", "model", "where", "ranks", "how", "measured", "predicted", "error", "inside", "linear", "law")
 
 
@@ -74,6 +79,33 @@ def on_this_host(name: dict, config: Config, options: Any, folder: Path) -> tupl
         linear, law = ([rate / true - 1 for rate in others] + [None, None])[:2]
         cells.append(name | compared(row.at, true) | {"where": "here", "how": row.source, "linear": linear, "law": law})
     return cells, found
+
+
+def to_target(name: dict, config: Config, found: calibration.Calibration, options: Any, folder: Path) -> list[dict]:
+    """Return the cells of trainings to the target: seconds measured and predicted on each number of ranks but the
+    fewest."""
+    cells = []
+    ranks = [int(n) for n in options.ranks.split(",")]
+    lasting = {"max_epochs": options.epochs, "check_val_every_n_epoch": 1}
+    for kind in (plan.STRONG, plan.WEAK):
+        file, own = folder / f"{kind}.yaml", folder / f"target-{kind}"
+        file.write_text(resolved_yaml(load_config(base=config.model_dump(mode="json") | lasting)))
+        words = ["scale", "-c", str(file), f"--{kind}", "--ranks", options.ranks, "--seconds", "1", "--repeats", "1"]
+        words += ["--target", options.target, "--seeds", str(options.seeds), "--run-dir", str(own)]
+        subprocess.run([sys.executable, "-m", "hvd_train", *words], cwd=ROOT, env=environment(), check=True)
+        aimed = aim(measured(studies.load(own)))
+        rows = plan.rows(plan.with_batches(config, kind), found, ranks=ranks, aim=aimed)
+        best = {n: max((row.at for row in rows if row.at.ranks == n), key=lambda at: at.threads) for n in ranks}
+        for n in ranks[1:]:
+            one = aimed.trainings[n] if aimed else None
+            samples = aimed.samples(one.batch, n) if aimed and one else None
+            if not one or not samples or not math.isfinite(true := median(one.seconds or [math.inf])):
+                say(f"{name['model']}, {kind}, {n} ranks: the target was not reached")
+                continue
+            cell = {"kind": kind, "ranks": n, "samples": f"{median(one.samples):,.0f}, expected {samples:,.0f}"}
+            taken = samples / best[n].rate
+            cells.append(name | cell | {"measured": true, "predicted": taken, "error": taken / true - 1})
+    return cells
 
 
 def compared(at: Prediction, true: float) -> dict[str, Any]:
@@ -144,6 +176,20 @@ def summary(cells: Sequence[dict]) -> list[str]:
     return lines
 
 
+def summary_to_target(cells: Sequence[dict], target: str) -> list[str]:
+    """Return the table of the trainings to the target, and the figures over it."""
+    if not cells:
+        return []
+    rows = [
+        [one["framework"], one["model"], one["kind"], str(one["ranks"]), one["samples"], f"{one['measured']:.3g}",
+         f"{one['predicted']:.3g}", shown(one["error"])]
+        for one in cells
+    ]  # fmt: skip
+    errors = [abs(one["error"]) for one in cells]
+    figures = f"median error {100 * median(errors):.1f} %, largest {100 * max(errors):.1f} %"
+    return ["", table(TO_TARGET, rows), f"seconds to {target}: {len(cells)} cells, {figures}"]
+
+
 def shown(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -162,11 +208,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--repeats", type=int, default=4, help="runs of a study for each number of ranks")
     parser.add_argument("--seconds", type=float, default=5.0, help="of steps of each run of the study")
     parser.add_argument("--plan-seconds", type=float, default=60.0)
+    parser.add_argument("--target", help="also train until then, as in val_accuracy=0.9")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings to the target")
+    parser.add_argument("--epochs", type=int, default=10, help="of a training to the target, at most")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-insight", help="folder")
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
     about = [f"scripts/bench insight {' '.join(arguments)}".strip(), machine(), time.strftime("%Y-%m-%d")]
     cells: list[dict] = []
+    trained: list[dict] = []
     for framework in options.frameworks.split(","):
         for model in options.models.split(","):
             name = {"framework": framework, "model": model}
@@ -176,13 +226,15 @@ def main(arguments: list[str]) -> None:
                 try:
                     some, found = on_this_host(name, config, options, folder)
                     some += over_links(name, config, found, options, folder)
+                    trained += to_target(name, config, found, options, folder) if options.target else []
                 except TrainError as error:  # the other cells are kept
                     say(f"{framework}, {model}: {error}")
                     continue
             cells += some
             say(table(COLUMNS, [[shown(one[key]) for key in COLUMNS] for one in some]))
-            (options.output / "insight.json").write_text(json.dumps({"about": about, "cells": cells}, indent=1) + "\n")
+            found_so_far = {"about": about, "cells": cells, "to_target": trained}
+            (options.output / "insight.json").write_text(json.dumps(found_so_far, indent=1) + "\n")
     rows = table(COLUMNS, [[shown(one[key]) for key in COLUMNS] for one in cells])
-    text = "\n".join([*about, "", rows, "", *summary(cells)])
-    (options.output / "insight.txt").write_text(text + "\n")
-    say("\n".join(["", *summary(cells), f"{options.output}: insight.json, insight.txt"]))
+    last = [*summary(cells), *summary_to_target(trained, options.target)]
+    (options.output / "insight.txt").write_text("\n".join([*about, "", rows, "", *last]) + "\n")
+    say("\n".join(["", *last, f"{options.output}: insight.json, insight.txt"]))

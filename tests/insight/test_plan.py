@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 
 import numpy as np
@@ -19,9 +20,9 @@ from hvd_train.insight.calibration import Calibration, placements, point_of, tri
 from hvd_train.insight.plan import Wish, parse_budget, parse_counts, parse_hours, parse_link, with_batches
 from hvd_train.insight.plan_picture import picture
 from hvd_train.insight.prediction import Link
-from hvd_train.scaling.study import Study
+from hvd_train.scaling.study import Study, Target
 from tests.cli.running import commands, run
-from tests.scaling.made_up import write_run
+from tests.scaling.made_up import write_run, write_training
 
 CONFIG = load_config(None, ["batch_size=32", "max_epochs=10"])
 
@@ -248,6 +249,55 @@ def test_simpler_predictions_stand_beside_it():
     assert beside["Amdahl law"] == pytest.approx(1600 / (1 + 3 * sigma))
 
 
+def trained(batch, samples, seconds=(9.0,)):
+    return plan.Trainings(batch, samples, seconds)
+
+
+def test_samples_to_a_target_grow_with_the_batch_as_a_line():
+    """1000 + 5 B: the law of McCandlish et al. with critical batch 200."""
+    aim = plan.Aim("val_accuracy=0.9", {n: trained(32 * n, [1000 + 160 * n] * 3) for n in (1, 2, 4)})
+    assert aim.samples(64) == 1320 and aim.samples(256) == pytest.approx(2280)
+    assert aim.samples(128, below=4) == pytest.approx(1640) and aim.samples(32, below=1) is None
+    assert aim.samples(64, below=2) is None  # one batch alone says nothing about others
+
+
+def test_samples_to_a_target_of_one_batch_are_the_median_of_all_trainings():
+    aim = plan.Aim("val_loss=0.1", {1: trained(32, [900, 1000]), 2: trained(32, [1100, 1500, math.inf])})
+    assert aim.samples(32) == 1100 and aim.samples(32, below=2) == 950 and aim.samples(64) is None
+
+
+def test_samples_that_do_not_grow_or_were_not_reached():
+    falling = plan.Aim("val_loss=0.1", {1: trained(32, [1200]), 2: trained(64, [1000])})
+    assert falling.samples(128) == 1100
+    through_zero = plan.Aim("val_loss=0.1", {1: trained(32, [320]), 2: trained(64, [960])})
+    assert through_zero.samples(128) == pytest.approx(128 * (32 * 320 + 64 * 960) / (32**2 + 64**2))
+    never = plan.Aim("val_loss=0.1", {1: trained(32, [math.inf, math.inf, 5.0]), 2: trained(64, [])})
+    assert never.samples(32) is None
+
+
+def test_seconds_to_the_target_stand_in_the_plan_beside_the_study():
+    aim = plan.Aim("val_accuracy=0.9", {1: trained(32, [800], [2.0]), 2: trained(64, [960], [1.6])})
+    found = plan.rows(CONFIG, calibrated(), ranks=[4], studied={1: [400], 2: [600]}, aim=aim)
+    words = plan.text(found, Wish(), CONFIG, calibrated(), aim=aim)
+    assert "s to val_accuracy=0.9" in words.splitlines()[0]
+    rates = {row.at.ranks: row.at.rate for row in found}
+    by_ranks = {row.at.ranks: row.to_target for row in found}
+    assert by_ranks[2] == pytest.approx(960 / rates[2]) and by_ranks[4] == pytest.approx(1280 / rates[4])
+    # The samples of two ranks are not known from one: their batch is another.
+    assert not any("val_accuracy" in line for line in plan.against_trainings(found, aim))
+    same = plan.Aim("val_accuracy=0.9", {1: trained(64, [960], [2.4]), 2: trained(64, [999], [1.6])})
+    took = 960 / rates[2]
+    told = f"study: 2 ranks: 1.6 s to val_accuracy=0.9, plan {took:.3g} s: {100 * (took / 1.6 - 1):+.1f} %"
+    assert plan.against_trainings(found, same) == [told]
+    assert json.loads(plan.json_text(found, calibrated()))["rows"][0]["seconds_to_target"] == pytest.approx(2.0)
+
+
+def test_a_target_that_no_training_reached_is_said():
+    aim = plan.Aim("val_accuracy=0.9", {1: trained(32, [math.inf], [math.inf])})
+    found = plan.rows(CONFIG, calibrated(), studied={1: [400]}, aim=aim)
+    assert "no time to val_accuracy=0.9 is known" in plan.text(found, Wish(), CONFIG, calibrated(), aim=aim)
+
+
 def test_without_one_rank_the_fewest_are_compared_with():
     one, two = calibrated(), calibrated(**{"2x1": figures(2, 0.1, exchange=0.01)})
     words = "speed-up: 2 ranks count as 2 times as fast as one, which is not in the table"
@@ -409,9 +459,22 @@ def test_a_study_gives_configuration_batches_and_runs(tmp_path):
         _of_study(study.folder)
     for ranks, number in ((1, 0), (1, 1), (2, 0)):
         write_run(study.short_run(ranks, number, steps=100), compute=10.0 + number, exchange=float(ranks - 1))
-    config, kind, rates = _of_study(study.folder)
-    assert (config.batch_size, kind) == (32, "weak") and [*rates] == [1, 2]
+    config, kind, rates, aim = _of_study(study.folder)
+    assert (config.batch_size, kind, aim) == (32, "weak", None) and [*rates] == [1, 2]
     assert rates[1] == pytest.approx([3200, 32000 / 11]) and rates[2] == pytest.approx([64000 / 11])
+
+
+def test_a_study_with_a_target_gives_its_trainings(tmp_path):
+    target = Target("val_accuracy", 0.9, "max")
+    config = load_config(None, ["batch_size=32"])
+    study = Study(tmp_path / "study", config, (1, 2), "weak", target=target, seeds=2).begin(resume=False)
+    write_run(study.short_run(1, 0, steps=100))
+    write_training(study.training(1, 0), [0.5, 0.95], seconds_each=2.0)
+    write_training(study.training(1, 1), [0.5, 0.6], seconds_each=2.0)
+    _, _, rates, aim = _of_study(study.folder)
+    assert [*rates] == [1] and aim.target == "val_accuracy=0.9"
+    assert aim.trainings[1] == plan.Trainings(32, [200, math.inf], [4.0, math.inf])
+    assert aim.trainings[2] == plan.Trainings(64, [], [])
 
 
 @pytest.mark.long("a plan runs each time")

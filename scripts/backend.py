@@ -1,4 +1,4 @@
-"""How pip builds hvd_train: with setuptools, after the engine is compiled, unless that is done.
+"""How pip builds hvd_train: with setuptools, after what is missing of the engine is compiled.
 
 It is compiled for the MPI whose mpicc is on PATH, else for Open MPI from PyPI, and for Gloo alone, which needs no MPI.
 """
@@ -22,7 +22,8 @@ def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[st
 
 
 def build_wheel(folder: str, config_settings: dict | None = None, metadata_directory: str | None = None) -> str:
-    if not list((ENGINE / "lib").glob("*.so")):
-        line = [sys.executable, str(ENGINE / "build.py"), "--mpi", f"{shutil.which('mpicc')},none"]
-        subprocess.run(line, check=True)
+    built = {path.stem for path in (ENGINE / "lib").glob("*.so")}
+    if "gloo" not in built:  # scripts/setup compiles for the MPI of its environment alone
+        mpi = "none" if built else f"{shutil.which('mpicc')},none"
+        subprocess.run([sys.executable, str(ENGINE / "build.py"), "--add", "--mpi", mpi], check=True)
     return build_meta.build_wheel(folder, config_settings, metadata_directory)

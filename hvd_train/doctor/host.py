@@ -20,7 +20,7 @@ from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.launch.environment import rank_settings, threads
 from hvd_train.launch.launchers import startable
 from hvd_train.launch.launchers.base import Launcher
-from hvd_train.launch.launchers.installed import find_tool
+from hvd_train.launch.launchers.installed import find_tool, mpi_built
 from hvd_train.launch.start import command, environment
 from hvd_train.launch.world import World
 from hvd_train.protocol import Communicator
@@ -43,7 +43,12 @@ try:
         hvd = importlib.import_module(horovod)
         out.update(mpi=bool(hvd.mpi_built()), gloo=bool(hvd.gloo_built()), nccl=bool(hvd.nccl_built()))
     else:
-        hvd = library.load(library.chosen())
+        try:
+            hvd = library.load(library.chosen())
+        except OSError:  # there is no MPI
+            if "gloo" not in library.built():
+                raise
+            hvd = library.load("gloo")
         out.update(mpi=bool(hvd.horovod_mpi_built()), gloo=True, nccl=False)
 except Exception as error:
     out["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -72,7 +77,11 @@ def doctor(verbose: bool) -> int:
         ("Python", platform.python_version(), ""),
         ("cores", f"{os.cpu_count()} ({len(os.sched_getaffinity(0))} usable)", ""),
         *(
-            (one.name, find_tool(one.tool) or "missing", "" if find_tool(one.tool) else one.install)
+            (
+                one.name,
+                find_tool(one.tool or one.name) or ("missing" if one.tool else "built in"),
+                "" if one.usable() else one.install,
+            )
             for one in startable()
         ),
         ("Horovod", horovod(), "" if horovod() != MISSING else "run scripts/setup"),
@@ -121,13 +130,14 @@ def _settings() -> list[tuple[str, str, str]]:
 
 
 def _can(facts: dict, launcher: Launcher) -> bool:
-    return bool(find_tool(launcher.tool)) and facts[launcher.library]
+    return launcher.usable() and facts[launcher.library]
 
 
 def _advice(facts: dict) -> str:
     if facts["gpus"] and not facts["nccl"]:
         return "GPUs, but Horovod has no NCCL: run scripts/setup --gpu"
-    return "" if facts["mpi"] else "for MPI: run scripts/setup --mpi wheel"
+    # Where the engine has MPI and the host has none, the row of mpirun says how to get it.
+    return "" if facts["mpi"] or mpi_built() else "for MPI: run scripts/setup --mpi wheel"
 
 
 def _probe(framework: str, launcher: str, verbose: bool) -> tuple[str, ...]:

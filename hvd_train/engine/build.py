@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--zig", default="", metavar="TARGET")
     parser.add_argument("--source", type=Path, metavar="FOLDER", help="only put the patched source there")
     parser.add_argument("--archive", type=Path, metavar="FILE", help=f"horovod-{VERSION}.tar.gz, already fetched")
+    parser.add_argument("--add", action="store_true", help="keep what was compiled for other MPIs")
     options = parser.parse_args()
     if options.source:
         fetch(options.source, options.archive)
@@ -49,8 +50,9 @@ def main() -> None:
         sys.exit("error: Could NOT find MPI: no mpicc is on PATH")
     mpiccs = ["" if mpicc == "none" else mpicc for mpicc in options.mpi.split(",")]
     folders = [compiled(mpicc, options.zig, options.archive) for mpicc in mpiccs]
-    shutil.rmtree(LIB, ignore_errors=True)
-    LIB.mkdir()
+    if not options.add:
+        shutil.rmtree(LIB, ignore_errors=True)
+    LIB.mkdir(exist_ok=True)
     for folder in folders:
         for built in folder.glob("*.so"):
             shutil.copy(built, LIB)

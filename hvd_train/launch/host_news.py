@@ -18,7 +18,6 @@ from typing import Any
 from hvd_train.errors import CommunicationError
 from hvd_train.launch.hosts import check_way_back
 from hvd_train.launch.launchers.base import Launcher
-from hvd_train.launch.ssh_starter import is_here
 from hvd_train.launch.status import VERDICT, StatusTable, host_key, supported
 
 LOOK_SECONDS, PATIENCE_SECONDS = 0.1, 5.0  # between polls; for the launcher to end after the news of the job's end

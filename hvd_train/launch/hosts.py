@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import socket
@@ -11,12 +12,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_train import __version__
 from hvd_train.errors import CommunicationError, ConfigError, amount
-from hvd_train.launch.interfaces import interfaces
+from hvd_train.launch.interfaces import interface_of, interfaces
 
 # Horovod's launcher passes names to a shell, so they may hold no character that is special there.
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -47,6 +49,11 @@ class Hosts:
 
     slots: dict[str, int]
     interfaces: str = ""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Return whether a host is another one than this."""
+        return not all(map(is_here, self.slots))
 
     @property
     def words(self) -> str:
@@ -114,6 +121,16 @@ def parse(hosts: str | None, hostfile: Path | None, interfaces: str | None) -> H
     if not slots:
         raise ConfigError("the file names no host", where=f"--hostfile {hostfile}")
     return Hosts(slots, interfaces or "")
+
+
+def is_here(host: str) -> bool:
+    """Return whether a host name means this host."""
+    if host in ("localhost", platform.node()):
+        return True
+    with suppress(OSError):
+        address = socket.gethostbyname(host)
+        return address.startswith("127.") or bool(interface_of(address))
+    return False  # an alias in ssh's configuration
 
 
 def spread(hosts: Hosts | None, num_proc: int | None, nnodes: int | None, each: int | None) -> tuple[Hosts, int]:

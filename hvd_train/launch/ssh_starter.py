@@ -31,11 +31,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hvd_train.errors import CommunicationError, stopped_code
-from hvd_train.launch.hosts import ALIVE, SSH, Hosts, parse, travelling
+from hvd_train.errors import CommunicationError, ConfigError, TrainError, stopped_code
+from hvd_train.launch.hosts import ALIVE, SSH, Hosts, is_here, parse, travelling
 from hvd_train.launch.interfaces import interface_of, interfaces
 from hvd_train.launch.launchers.base import LOST_FIX, named_signal
-from hvd_train.launch.launchers.installed import python
+from hvd_train.launch.launchers.installed import find_program, python, search_path
 from hvd_train.launch.rendezvous.endpoint import LOOPBACK, Endpoint
 from hvd_train.launch.rendezvous.server import RendezvousServer
 from hvd_train.launch.world import World
@@ -227,7 +227,7 @@ def places(slots: Mapping[str, int], size: int) -> list[RankPlace]:
 
 def start(size: int, hosts: Hosts | None, program: list[str]) -> int:
     """Start all ranks on all hosts and wait for their end. Returns the exit code of ``Children.wait``."""
-    slots = hosts.slots if hosts else {"localhost": size}
+    slots, here = hosts.slots if hosts else {"localhost": size}, find_program(program)
     ranks: dict[str, list[RankPlace]] = {}
     for place in places(slots, size):
         ranks.setdefault(place.host, []).append(place)
@@ -248,23 +248,13 @@ def start(size: int, hosts: Hosts | None, program: list[str]) -> int:
                 common = {"common": travelling(os.environ), "program": program}
                 children.reach(host, {"port": port, "token": token, "ranks": group} | way | common)
             else:
-                children.start(_variables_of(group, LOOPBACK, port, token, network), program)
+                children.start(_variables_of(group, LOOPBACK, port, token, network), here)
     return children.wait()
 
 
 def _variables_of(ranks: Iterable[RankPlace], *endpoint: Any) -> dict[int, dict[str, str]]:
     """Return {rank: variables}. ``endpoint``: address, port, token and network, as in ``variables``."""
     return {place.world[0]: variables(place, *endpoint) for place in ranks}
-
-
-def is_here(host: str) -> bool:
-    """Return whether a host name means this host."""
-    if host in ("localhost", platform.node()):
-        return True
-    with suppress(OSError):
-        address = socket.gethostbyname(host)
-        return address.startswith("127.") or bool(interface_of(address))
-    return False  # an alias in ssh's configuration
 
 
 def _interface_to(hosts: Sequence[str]) -> str:
@@ -294,9 +284,10 @@ def start_remote() -> int:
     if not line:  # the starter died before it wrote
         return CommunicationError.exit_code
     message = json.loads(line)
+    os.environ["PATH"] = search_path()
     try:
-        address = _server_address(message)
-    except CommunicationError as error:
+        address, program = _server_address(message), find_program(message["program"])
+    except TrainError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     # SSH_CONNECTION: client address, client port, server address, server port. The starter reached us at the third.
@@ -305,7 +296,7 @@ def start_remote() -> int:
     os.environ.update(message["common"])
     ranks = [RankPlace(*one) for one in message["ranks"]]
     children = Children(message["host"])
-    children.start(_variables_of(ranks, address, message["port"], message["token"], network), message["program"])
+    children.start(_variables_of(ranks, address, message["port"], message["token"], network), program)
     threading.Thread(target=_listen, args=[lines, children], daemon=True).start()
     return children.wait()
 
@@ -343,7 +334,11 @@ def main() -> int:
     if options.remote:
         return start_remote()
     hosts = parse(options.hosts or None, None, options.network_interfaces or None)
-    return start(options.np, hosts, options.program)
+    try:
+        return start(options.np, hosts, options.program)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from hvd_train.launch.hosts import Hosts, after, look
 from hvd_train.launch.job_folders import VARIABLE, job_folder
 from hvd_train.launch.launchers import NONE, choose, named, startable
 from hvd_train.launch.launchers.base import FATAL, LOST_FIX, Launcher, Layout, named_signal
-from hvd_train.launch.launchers.installed import python
+from hvd_train.launch.launchers.installed import find_program, python, search_path
 from hvd_train.run_folder.terminal import say
 
 
@@ -45,6 +45,7 @@ def environment(hosts: Hosts | None = None) -> dict[str, str]:
         env[CORES] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     for launcher in startable():
         env |= launcher.settings(hosts)
+    env["PATH"] = search_path()
     env["HVD_TRAIN_TERMINAL"] = str(shutil.get_terminal_size().columns) if sys.stdout.isatty() else "0"
     return env
 
@@ -90,7 +91,9 @@ def launch(
     """
     if hosts:
         hosts.needed(num_proc)  # raises if there are too few slots
-    else:
+        hosts = hosts if hosts.elsewhere else None  # this host needs no ssh
+    if not hosts:
+        program = find_program(program) if program else ()
         note_of_cores(num_proc)
     chosen = choose(launcher) if num_proc > 1 or hosts else NONE
     return start(chosen, Layout(num_proc, hosts), program or [*python(module), *arguments], verbose, more)

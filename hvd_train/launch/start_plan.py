@@ -138,6 +138,9 @@ def plan(
     if num_proc is None:
         option = "--max-restarts" if restarts.most else "--hosts"
         raise ConfigError(f"{option} needs -np, the number of ranks", fix="give -np, or leave it out")
+    if hosts and not hosts.elsewhere:
+        hosts.needed(num_proc)
+        hosts = None
     if hosts and restarts.most:
         fix = "leave it out, and start again with --resume auto"
         raise ConfigError("ranks of several hosts are not started again", where="--max-restarts", fix=fix)

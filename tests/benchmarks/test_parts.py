@@ -31,6 +31,7 @@ ENGINES |= {"Horovod": "01"} if find_spec("horovod") else {}
 # part: what makes it small, and a call of it
 SMALL = {
     "loop": "m.BLOCK, m.ROUNDS = 2, 1; rows = [m.compare('pytorch')]",
+    "account": "import loop; loop.BLOCK, loop.ROUNDS = 2, 1; rows = [m.compare('tensorflow', 'mlp')]",
     "growth": "m.STEPS = 2, 4; rows = [m.train('tensorflow')]",
     "start": "rows = m.started([('pytorch', 2, [], ['-np', '2'])])",
     "launchers": "m.FRAMEWORKS, m.RANKS = ('pytorch',), (2,); rows = m.measure()",
@@ -47,7 +48,8 @@ SMALL = {
 COMMANDS = {
     "modes": "--frameworks pytorch --models cnn --rates here --modes synchronous --steps 8 --turns 1",
     "survival": "saves checks --framework pytorch --pairs 2",
-    "insight": "--frameworks pytorch --models mlp --ranks 1,2 --repeats 2 --seconds 1 --plan-seconds 20",
+    "insight": "--frameworks pytorch --models mlp --ranks 1,2 --repeats 2 --seconds 1 --plan-seconds 20 "
+    "--target val_accuracy=0.1 --seeds 1 --epochs 1",
     "link": "--frameworks pytorch --model cnn --rates 1gbit --engines fp16 --rounds 1 --seconds 0.1",
 }
 

@@ -81,9 +81,22 @@ def test_options_of_the_program_are_its_own(tmp_path):
     assert done.stdout == "['-np', '7', '--gloo', '--help']\n"
 
 
+@pytest.mark.parametrize("library", ["gloo", "mpi"])
+def test_a_program_by_its_name(library, tmp_path, monkeypatch):
+    """Over Gloo only a program's path was found. ``python`` is this environment's, also where it is not on PATH."""
+    if library == "mpi" and not installed.mpi_built():
+        pytest.skip("Horovod was built without MPI")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    (tmp_path / "train.py").write_text("import hvd_train, os, sys\nos.write(1, f'{sys.executable}\\n'.encode())\n")
+    done = horovodrun(f"--{library}", "-np", "2", "python", "train.py", cwd=tmp_path)
+    assert done.stdout.splitlines() == [str(Path(sys.executable).parent / "python")] * 2
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (["-np", "2", "nosuch"], "error: there is no program 'nosuch'; host "),
+        (["--gloo", "-np", "2", "-H", "localhost:2", "nosuch"], "error: there is no program 'nosuch'; host "),
         (["-np", "2"], "Missing argument 'PROGRAM...'"),
         (["-np", "0", "true"], "0 is not in the range x>=1"),
         (["--elastic", "-np", "2", "true"], "No such option '--elastic'"),

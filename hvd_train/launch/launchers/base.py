@@ -57,7 +57,7 @@ class Launcher:
 
     # How it starts ranks
     starts_ranks = False  # --launcher offers it
-    tool = ""  # the program that must be installed
+    tool = ""  # the program that must be installed; "": it needs none
     install = "run scripts/setup"  # how to get the tool
     library = ""  # Horovod's transport: "mpi" or "gloo"
     help = ""  # the launcher's part of the help of --launcher
@@ -77,13 +77,16 @@ class Launcher:
 
     def check(self) -> None:
         """Raise ConfigError if the launcher cannot start ranks here."""
-        if installed.find_tool(self.tool) is None:
+        if not self._installed():
             fix = "run scripts/setup, or 'hvd-train doctor'"
             raise ConfigError(f"{self.tool} is not installed", where="--launcher", fix=fix)
 
     def usable(self) -> bool:
         """Return whether ``auto`` may choose this launcher."""
-        return installed.find_tool(self.tool) is not None
+        return self._installed()
+
+    def _installed(self) -> bool:
+        return not self.tool or installed.find_tool(self.tool) is not None
 
     def command(self, layout: Layout, program: Sequence[str]) -> list[str]:
         """Return the command line that starts ``program`` on all ranks of ``layout``."""

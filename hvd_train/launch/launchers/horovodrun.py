@@ -9,7 +9,7 @@ from hvd_train.launch.launchers.base import Launcher, Layout
 
 
 class Horovodrun(Launcher):
-    name = tool = "horovodrun"
+    name = "horovodrun"
     place_variables = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
     starts_ranks = True
     library = "gloo"
@@ -19,6 +19,6 @@ class Horovodrun(Launcher):
     opens_mpi = False
 
     def command(self, layout: Layout, program: Sequence[str]) -> list[str]:
-        # Not the tool itself, which puts the whole environment on command lines.
+        # Not Horovod's command of this name, which puts the whole environment on command lines.
         line = [*installed.python("hvd_train.launch.ssh_starter"), "-np", str(layout.num_proc)]
         return [*line, *(layout.hosts.options if layout.hosts else []), *program]

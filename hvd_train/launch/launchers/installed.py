@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_train.errors import ConfigError
@@ -15,6 +18,22 @@ def find_tool(name: str) -> str | None:
     # A virtual environment that is not activated is not on PATH.
     in_environment = Path(sys.executable).parent / name
     return str(in_environment) if in_environment.exists() else shutil.which(name)
+
+
+def search_path() -> str:
+    """Return PATH, with this Python's folder first if it is not there: ``python`` is then one that has hvd_train."""
+    own, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    return path if own in path.split(os.pathsep) else os.pathsep.join([own, path])
+
+
+def find_program(program: Sequence[str]) -> list[str]:
+    """Return a command with the path of its program. Raises ConfigError if there is none on ``search_path``."""
+    found = shutil.which(program[0], path=search_path())
+    if found is None:
+        raise ConfigError(
+            f"there is no program {program[0]!r}", where=f"host {platform.node()}", fix="give its path, or set PATH"
+        )
+    return [found, *program[1:]]
 
 
 def python(module: str) -> list[str]:

@@ -63,6 +63,8 @@ class Transfer:
         return np.asarray(_Output(self, data.value, tuple(shape[:dims]), "int32" if index else self._dtype))
 
     def __del__(self) -> None:
+        if "_library" not in vars(self):  # torch.compile makes such an object while it traces
+            return
         if not self.ended():
             _abandoned.append((self._pointer, self.kept))  # Horovod still writes there
         else:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from hvd_train.errors import CommunicationError
-from hvd_train.launch.hosts import check_way_back
+from hvd_train.launch.hosts import check_way_back, is_here
 from hvd_train.launch.launchers.base import Launcher
 from hvd_train.launch.status import VERDICT, StatusTable, host_key, supported
 

@@ -1,4 +1,4 @@
-"""What the account of a step's time costs: the product's loop with it and without, on one rank, in one process in turns."""
+"""What the account of a step's time costs: the product's loop with it and without, one rank, blocks in turn."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ def shard(loader: DataLoader) -> DataLoader:
     seed = json.loads(communicator.broadcast_bytes(json.dumps(seed).encode()))
     number, registry.loaders = registry.loaders, registry.loaders + 1
     key = mix(seed, number) if number else seed  # two loaders of equal length must have different orders
-    passes.unshared = registry.unshared_sums()
+    passes.unshared, passes.inputs = registry.unshared_sums(), registry.model_inputs()
     passes.fetching = lambda: registry.slow_rank_report().input()
     passes.without_steps[:] = [registry.pass_without_steps]
 

@@ -74,6 +74,10 @@ class ManualGradients:
         """Release the gradients, because a step has used them."""
         self._reduced.clear()
 
+    def replaced(self, members: Sequence[int]) -> bool:
+        """Return whether a gradient of ``members`` was set by the script after all were reduced."""
+        return any(self._reduced.get(i, (None,))[0] is not self._tensors[i].grad for i in self.set_by_script(members))
+
     def _is_reduced(self, i: int) -> bool:
         gradient, version = self._reduced.get(i, (None, 0))
         if gradient is None:

@@ -35,9 +35,7 @@ DIFFER_FIX = (
     "a rank that decides by its own loss or data comes to differ: decide by ht.sum, which all ranks get alike, and "
     "keep what a layer gathers from its data in a buffer"
 )
-HAND_FIX = (
-    "gradients of torch.autograd.grad and torch.func.grad are of this rank alone: set p.grad, and call optimizer.step()"
-)
+HAND_FIX = "gradients of torch.autograd.grad and torch.func.grad are of this rank alone: set p.grad before the step"
 
 
 class Reducer:
@@ -83,6 +81,7 @@ class Reducer:
         self._in_parts = False  # whether gradients were accumulated in no_sync since the last exchange
         self._statistics_weight = 1.0
         self._nonfinite = False  # in this pass; a compressor would hide it
+        self._replaced = False  # whether a step used gradients that were set after their exchange
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._running_stats = RunningStatistics(running_stats)
         first = self._parameters[0]
@@ -112,7 +111,7 @@ class Reducer:
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
         self._check = WeightCheck(communicator, every, self._checksums, self._settings, DIFFER_FIX)
         if model:  # the first reducer, also for parameters unfrozen later
-            self._check.follow(number, lambda: self.passes + self.steps > 0, HAND_FIX)
+            self._check.follow(number, lambda: self.passes > 0 and not self._replaced, HAND_FIX)
         self._checked, self._asked = 0, passes.asked()  # passes at the last comparison
         backward.watch_checkpoints()
         if lossy:
@@ -388,6 +387,10 @@ class Reducer:
         if exchanged:
             self.passes += 1
             self._after_exchange(check)
+
+    def note_replaced(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Note gradients that the script has set within a step, in a hook: they may differ between ranks."""
+        self._replaced = self._replaced or self._manual.replaced([self.index[id(p)] for p in parameters])
 
     def used(self, optimizer: torch.optim.Optimizer, parameters: Collection[torch.nn.Parameter]) -> None:
         """Record that ``optimizer`` has used the gradients of ``parameters`` in a step."""

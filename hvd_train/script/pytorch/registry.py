@@ -12,6 +12,7 @@ import torch
 from hvd_train.protocol import Communicator
 from hvd_train.script.pytorch import uneven_parts
 from hvd_train.script.pytorch.local_training import LocalModel
+from hvd_train.script.pytorch.model_inputs import ModelInputs
 from hvd_train.script.pytorch.reducer import HAND_FIX, Reducer
 from hvd_train.script.pytorch.sharded import ShardedStep
 from hvd_train.script.shared import main_rank
@@ -41,6 +42,12 @@ def communicator() -> Communicator:
 def slow_rank_report() -> SlowRankReport:
     """Return the report of slow ranks, shared by all models."""
     return SlowRankReport(communicator(), lambda fresh: communicator().waited)
+
+
+@functools.cache
+def model_inputs() -> ModelInputs:
+    """Return the watch over the inputs of all distributed models."""
+    return ModelInputs(communicator(), lambda: [model for model, reducer in distributed if reducer])
 
 
 @functools.cache

@@ -86,16 +86,25 @@ def before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: di
                 what, fix = "an error ended the last backward()", "clear the gradients and go on with the next batch"
             raise ConfigError(what, where=f"{type(optimizer).__name__}.step()", fix=fix, common=True)
         reducer.reduce_manual(parameters)
-    if not isinstance(optimizer, torch.optim.LBFGS):
+    closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
+    if closure is None:
         return None
-    # LBFGS searches by the loss; with local losses the ranks would diverge.
-    closure, reducer = keywords.get("closure", arguments[-1]), next(iter(reducers))
 
-    def global_closure() -> torch.Tensor:
-        loss = closure().detach()
-        return loss.new_tensor(reducer.global_loss(float(loss), lambda x: add_up([x])))
+    @eager
+    def reduce_manual() -> None:
+        for reducer, parameters in reducers.items():
+            reducer.reduce_manual(parameters)
 
-    return (arguments[0], global_closure), {}
+    def reducing_closure() -> Any:
+        loss = closure()
+        reduce_manual()  # the closure may set gradients itself
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            return loss
+        # LBFGS searches by the loss; with local losses the ranks would diverge.
+        whole = next(iter(reducers)).global_loss(float(loss.detach()), lambda x: add_up([x]))
+        return loss.detach().new_tensor(whole)
+
+    return (arguments[0], reducing_closure, *arguments[2:]), {k: x for k, x in keywords.items() if k != "closure"}
 
 
 @eager
@@ -108,6 +117,9 @@ def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         shares.stepped()
     for reducer, parameters in _reducers_of(optimizer).items():
         reducer.stepping = False
-        reducer.used(optimizer, [p for p in parameters if p.grad is not None])
+        with_gradient = [p for p in parameters if p.grad is not None]
+        if optimizer._optimizer_step_pre_hooks:  # they run after ours
+            reducer.note_replaced(with_gradient)
+        reducer.used(optimizer, with_gradient)
     if (record := recording()) and optimizer in registry.optimizers:
         verify_mode.after_step(optimizer, record, registry.communicator())

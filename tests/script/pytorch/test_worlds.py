@@ -224,7 +224,7 @@ ERRORS = {
     "gathered": "CommunicationError: the weights of rank.* differ .*, first in codes; backward pass 2 .* in a buffer",
     "gathered anew": "CommunicationError: the weights of rank.* differ .*, first in codes; backward pass 2 ",
     "moved in a pass": "CommunicationError: the weights of rank.* differ .*; the end of a pass over ht.shard; "
-    "gradients of torch.autograd.grad and torch.func.grad are of this rank alone: set p.grad, and call optimizer.step",
+    "gradients of torch.autograd.grad and torch.func.grad are of this rank alone: set p.grad before the step",
     "moved before a sum": "CommunicationError: the weights of rank.* differ .*; ht.sum; gradients of torch.autograd",
     "graph": r"ConfigError: backward\(create_graph=True\) keeps a graph of .*; 4.bias",
     "unsorted": r"ConfigError: the ranks differ.*\n  data: classes +rank 0.*; sort what [\s\S]*  data: index ",

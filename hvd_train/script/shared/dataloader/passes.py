@@ -1,13 +1,19 @@
-"""Passes over sharded loaders: the batch that gradients belong to, and its weight."""
+"""Passes over sharded loaders: the batch that gradients belong to, and its weight.
+
+In a plain loop the gradients of an exchange belong to the batch that was taken last. Where a script takes batches in
+another way (ahead, from two loaders, kept in a list), the batch is known by its length: see ``averaged``.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import data
@@ -23,11 +29,35 @@ fetching: Callable[[], AbstractContextManager[None]] = nullcontext  # in which e
 unshared: UnsharedSums | None = None  # once there is a loader
 at_end: list[Callable[[], None]] = []  # called at the end of a pass with steps, on all ranks
 without_steps: list[Callable[[], None]] = []  # called at the end of a pass without a step or a sum over ranks
+inputs: Inputs | None = None
 _open: weakref.WeakSet[Pass] = weakref.WeakSet()  # unfinished passes that have returned a training batch
+_newest: Pass | None = None  # the last pass that returned a training batch: its batch may be used when it is gone
+_quiet: Pass | None = None  # the unfinished pass that last returned a batch under ``torch.no_grad``
 _last: Pass | None = None  # a pass that has ended before the step of its last batch
-_unused: Pass | None = None  # a pass with an uneven batch that has ended before any step, and none has begun since
+_kinds: dict[int, Mapping[Counts, None]] = {}  # the lengths of batches of each loader's latest pass
+_blind = False  # whether another thread reads a stream, whose lengths ranks cannot know at the same time
+_decided: tuple[float, ...] | None = None  # all ranks' weights for the next exchange, where they had to be found out
+_settled = False  # whether that was tried
+_before: tuple[float, ...] | None = None  # what was found out last
+_rank = 0
 _asked = 0
 _summed = False  # whether ht.sum was called between an uneven batch and the exchange of its gradients
+
+
+Counts = tuple[int, ...]  # each rank's number of samples in a batch
+
+
+class Inputs(Protocol):
+    """The inputs of models since the last exchange: the ``lengths`` of their first and of their second dimensions.
+
+    ``follow``: say whether they are needed from now on. ``gather`` returns each rank's bytes.
+    """
+
+    lengths: tuple[set[int], set[int]]
+
+    def follow(self, needed: bool) -> None: ...
+
+    def gather(self, own: bytes) -> list[bytes]: ...
 
 
 def asked() -> int:
@@ -48,13 +78,21 @@ class Pass:
 
     def __init__(self, batches: Iterator, share: shares.Passes, in_order: bool, plan: shares.Plan | None) -> None:
         self._batches, self._share = batches, share
-        self._plan = plan  # None for a stream, whose batches carry it
+        self._plan = plan if in_order else None  # None for a stream, whose batches carry it
+        self._in_order, self.home = in_order, share.at_home
+        # The lengths of its batches so far. Where it is not known which batch of the plan comes, of all.
+        self._kinds: dict[Counts, None] = {}
+        if plan and not (in_order and self.home):
+            self._kinds = dict.fromkeys(plan.counts(k) for k in range(plan.count))
+        _begin(self)
         self._known = in_order  # whether batch k is the k-th of the plan
         self._single_exchange = in_order  # whether also each exchange is of one batch, as far as can be known
         self._ahead: int | None = None  # how many batches ahead the script fetches; None before the first exchange
         self._fresh = 0  # batches since the last exchange
         self._lengths: list[tuple[int, ...]] = []  # each rank's samples in the last two batches
         self._steps, self._batch = shares.steps(), -1
+        self.over = False  # whether the pass has ended, seemingly before the step of its last batch
+        self._begun, self._most = self._steps, 0  # steps before the last batch; the most steps between two batches
         self._weights: dict[int, str] = {}  # digests of the models' weights in a pass without steps
         self._joined = unshared.count if unshared else 0
         self.new = self.used = False  # whether the last batch came after the last exchange, or before it
@@ -65,6 +103,7 @@ class Pass:
     def __next__(self) -> Any:
         training = torch.is_grad_enabled()
         # Before the next batch: other ranks may still process parts of this one.
+        global _newest, _quiet
         if training and leaving and any(p in (self, _last) for p in uneven()):
             leaving()
         if training and shares.steps() > self._steps:
@@ -74,11 +113,13 @@ class Pass:
                 batch = next(self._batches)
         except StopIteration:
             _open.discard(self)
+            _newest, _quiet = (None if one is self else one for one in (_newest, _quiet))
             if training:
                 self._keep_last()
                 self._end()
             if unshared:
                 unshared.passed(self._joined)
+            _follow_inputs()
             raise
         self._batch += 1
         if training and self._batch == 1 and shares.steps() == self._steps and self._share.at_home:
@@ -88,13 +129,22 @@ class Pass:
         self._known = self._known and self._share.at_home
         if watch:
             batch = watch(self, batch, training)
+        self._fresh += 1
+        self.new = True
+        if self._batch:
+            self._most = max(self._most, shares.steps() - self._begun)
+        self._begun = shares.steps()
+        if self._in_order:
+            self._lengths = [*self._lengths[-1:], self._counts]
+            if not self.of_stream:
+                self._kinds[self._counts] = None
         if training:
             _forget_last()
-            self._fresh += 1
-            if self._single_exchange:
-                self._lengths = [*self._lengths[-1:], self._counts]
-            self.new = True
+            _newest = self
             _open.add(self)
+        else:
+            _quiet = self
+        _follow_inputs()
         return batch
 
     def __len__(self) -> int:
@@ -129,21 +179,49 @@ class Pass:
     @property
     def weights(self) -> tuple[float, ...]:
         """Return each rank's weight, (ranks,), for the batch of ``lengths``; see ``weight``."""
-        if not self.lengths:
-            return (1.0,) * self._share.size
-        return tuple(n * self._share.size / sum(self.lengths) for n in self.lengths)
+        return _weights(self.lengths or (1,) * self._share.size)
+
+    @property
+    def possible(self) -> set[Counts]:
+        """Return the lengths that the batch of the next exchange may have."""
+        plain = self._in_order and self._single_exchange and not self._ahead and self._fresh <= 1 and not self.over
+        return {*(self._lengths[-1:] if plain else self.kinds)}
+
+    @property
+    def used_up(self) -> bool:
+        """Return whether the last batch had as many steps as any before: more may be on data of the script's own."""
+        return self._complete and not self.new and 0 < self._most <= shares.steps() - self._begun
+
+    @property
+    def of_stream(self) -> bool:
+        return isinstance(self._share, streams.Stream)
+
+    @property
+    def kinds(self) -> Mapping[Counts, None]:
+        """Return the lengths of the batches of this pass: of those so far, or of all."""
+        # The batches of a loader with an __iter__ of its own may be others than those that the stream gives it.
+        return self._share.kinds if isinstance(self._share, streams.Stream) else self._kinds
+
+    @property
+    def _complete(self) -> bool:
+        return self._plan is not None and self._batch + 1 == self._plan.count
+
+    @property
+    def ends_uneven(self) -> bool:
+        """Return whether the last batch of the pass has come, and the ranks' parts of it differ in length."""
+        return self._complete and len(set(self._lengths[-1])) > 1
+
+    @property
+    def ahead(self) -> bool:
+        """Return whether the script takes each batch before the step of the one before."""
+        return self._ahead == 1 and self._single_exchange
 
     def trained(self) -> None:
         """Record that the gradients of the batch of ``lengths`` are computed."""
-        self._single_exchange = bool(self.lengths)
+        self._single_exchange = self._single_exchange and bool(self.lengths)
         if self._ahead is None:
             self._ahead = self._fresh - 1
         self._fresh = 0
-
-    @property
-    def uncertain(self) -> bool:
-        """Return whether all ranks have weight 1 although a batch is uneven, as the batch in use is not known."""
-        return not self.lengths and any(len(set(one)) > 1 for one in self._lengths)
 
     @property
     def uneven(self) -> bool:
@@ -178,12 +256,11 @@ class Pass:
 
     def _keep_last(self) -> None:
         """Leave the pass open if the step of its last batch is still to come."""
-        global _last, _unused
-        if self._ahead is None:
-            if any(len(set(one)) > 1 for one in self._lengths):
-                _unused = self
-        elif self._ahead == 1 and self.lengths and not self.new:
-            self._ahead, self._fresh, self.new, _last = 0, 1, True, self
+        global _last
+        if self._ahead == 1 and self.lengths and not self.new:
+            self._ahead, self._fresh, self.new, self.over = 0, 1, True, True
+        if self.new and self.home:
+            _last = self
             _open.add(self)
 
     def _end(self) -> None:
@@ -208,14 +285,21 @@ class Pass:
             warnings.warn(f"{what}; ht.shard; call loader.set_epoch(number) for another order", stacklevel=3)
 
 
+def _begin(one: Pass) -> None:
+    global _rank, _blind
+    _rank = one.rank
+    stream = one.of_stream
+    if one.home or not stream:
+        _kinds[one.number] = one.kinds
+    _blind = _blind or not one.home and stream
+
+
 def _forget_last() -> None:
     """Close the pass that was left open: a training batch has come, to which the next exchange belongs."""
-    global _last, _unused
-    if _last:
-        if _last.new and _last.uneven:  # the first batch of its pass was left out
-            _warn_of_uncertain_batch(_last.rank)
+    global _last
+    if _last is not None:
         _open.discard(_last)
-    _last = _unused = None
+    _last = None
 
 
 class Sharded(data.DataLoader):
@@ -236,14 +320,20 @@ class Sharded(data.DataLoader):
         if isinstance(self.dataset, streams.StreamShare):
             self.dataset.key = key
         batches = iter(inner())
-        return Pass(batches, share, in_order, share.plan if in_order and isinstance(share, shares.Share) else None)
+        plan = None
+        if isinstance(share, shares.Share):  # a generator has not begun yet
+            plan = share.plan if in_order else share.planned(share.epoch)
+        return Pass(batches, share, in_order, plan)
 
     def __len__(self) -> int:
         return self.dataset.batches() if isinstance(self.dataset, streams.StreamShare) else super().__len__()
 
     def _get_iterator(self) -> Any:
         iterator = super()._get_iterator()
-        return streams.Batches(iterator) if isinstance(self.dataset, streams.StreamShare) else iterator
+        if not isinstance(self.share, streams.Stream):
+            return iterator
+        self.share.kinds.clear()
+        return streams.Batches(iterator, self.share.kinds)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next pass; call it on all ranks."""
@@ -321,21 +411,32 @@ def orders() -> dict[str, str]:
 def weight() -> float:
     """Return this rank's weight in the mean over ranks: its samples times ranks / all ranks' samples.
 
-    It differs from 1 only at the end of an epoch, where batches may differ in length, and only if it is certain which
-    batch the gradient belongs to: each batch of this pass had its own exchange, before or after the next one was taken,
-    and no other sharded loader has returned a batch of another weight since the last exchange. Batches taken under
-    ``torch.no_grad`` do not count, and an exchange without a new batch belongs to the last one. The ranks' weights have
-    a mean of 1 up to rounding. The loss is assumed to be a mean over its batch.
+    It differs from 1 only where ranks' parts of a batch differ in length, as at the end of an epoch. The ranks' weights
+    have a mean of 1 up to rounding. The loss is assumed to be a mean over its batch.
     """
     passes = in_use()
     # All ranks' weights are compared: two loaders may have equal weights here, and different ones on another rank.
-    weights = {p.weights for p in passes}
-    return weights.pop()[passes[0].rank] if len(weights) == 1 else 1.0
+    weights = {_decided} if _decided else {p.weights for p in passes}
+    return weights.pop()[_rank] if len(weights) == 1 else 1.0
+
+
+def _weights(counts: Counts) -> tuple[float, ...]:
+    return tuple(n * len(counts) / sum(counts) for n in counts)
 
 
 def in_use() -> list[Pass]:
-    """Return the passes whose batches the next exchanged gradients belong to."""
-    return [p for p in _open if p.new] or [p for p in _open if p.used]
+    """Return the passes whose batches the next exchanged gradients may belong to.
+
+    These are the passes over which the script still iterates: those whose batch came after the last exchange, else
+    those that it belonged to. If the script iterates over none, it is a pass under ``torch.no_grad``, or one that was
+    left before the step of its last batch.
+    """
+    left = _newest if sys.getrefcount(_newest) <= 2 else None  # one reference is that of this module, one the call's
+    passes = [p for p in _open if p.home and p is not left]
+    if passes:
+        return [p for p in passes if p.new] or [p for p in passes if p.used] or passes
+    quiet, gone = ([p] if p is not None and p.home else [] for p in (_quiet, left))
+    return [p for p in (*quiet, *gone) if p.new][:1] or quiet
 
 
 def uneven() -> list[Pass]:
@@ -350,15 +451,67 @@ def summed() -> None:
 
 
 def averaged() -> float:
-    """Return ``weight`` for averaged gradients that are about to be exchanged; may warn of a loss or a batch."""
+    """Return ``weight`` for averaged gradients that are about to be exchanged; may warn of a loss or a batch.
+
+    All ranks call it. If the batch is not known by the order of batches and exchanges, and its lengths are not the same
+    in all cases, each rank tells which of them fit the inputs of its models; the one that fits everywhere is taken.
+    """
+    global _decided, _settled, _newest, _before
     if _summed:
         warn_of_divided_loss()
-    uncertain = [p for p in in_use() if p.uncertain]
-    if _unused and not in_use():
-        uncertain = [_unused]
-    if uncertain:
-        _warn_of_uncertain_batch(uncertain[0].rank)
+    if _settled:  # another model in the same backward pass
+        return weight()
+    for one in [one for one in _open if one.used_up]:
+        _open.discard(one)
+        _newest = None if _newest is one else _newest
+    _settled, passes = True, in_use()
+    if passes:
+        possible = set[Counts]().union(*(p.possible for p in passes))
+    else:
+        possible = {(), *(one for kinds in _kinds.values() for one in kinds)}
+    equal = (1.0,) * max(map(len, possible), default=0)
+    weights = {_weights(one) if one else equal for one in possible}
+    if len(weights) == 1:
+        _decided = weights.pop()
+    elif len(passes) == 1 and not passes[0].new:  # ranks may make unequal numbers of backward passes
+        _decided = _before
+    elif weights:
+        # Data of the script's own fits no batch. After a pass that is only if batches of this pass did fit.
+        own = not passes or all(p.over for p in passes) and _before is not None
+        _decided = _before = _found(possible - {()}, equal if own else None)
+        # The order tells enough of a loop that takes one batch ahead.
+        if _decided is None and not (len(passes) == 1 and (passes[0].ahead or passes[0].over)):
+            _warn_of_uncertain_batch(_rank)
+    if _blind and not passes:
+        _warn_of_uncertain_batch(_rank)
     return weight()
+
+
+def _found(possible: set[Counts], otherwise: tuple[float, ...] | None) -> tuple[float, ...] | None:
+    """Return all ranks' weights in the only batch that fits the inputs of all ranks; None: not known.
+
+    ``otherwise``: the weights if none fits.
+    """
+    if inputs is None:
+        return None
+    fits: list[Counts] = []
+    for lengths in inputs.lengths:  # samples are usually the first dimension
+        fits = fits or [one for one in possible if one[_rank] in lengths]
+    parts = [json.loads(part) for part in inputs.gather(json.dumps([bool(inputs.lengths[0]), fits]).encode())]
+    if not all(seen for seen, _ in parts):
+        return None
+    fitting = [{tuple(one) for one in part} for _, part in parts]
+    left = {_weights(one) for one in set.intersection(*fitting)}
+    return left.pop() if len(left) == 1 else None if left else otherwise
+
+
+def _follow_inputs() -> None:
+    """Say whether the lengths of the next inputs may be needed."""
+    if inputs:
+        passes = in_use()
+        uneven = any(len(set(one)) > 1 for kinds in _kinds.values() for one in kinds)
+        ordinary = len(passes) == 1 and len(passes[0].possible) <= 1 and not passes[0].ends_uneven
+        inputs.follow(uneven and not ordinary)
 
 
 @functools.cache
@@ -374,8 +527,10 @@ def warn_of_divided_loss() -> None:
 def _warn_of_uncertain_batch(rank: int) -> None:
     """Warn once, on rank 0, that all ranks have weight 1 in an uneven batch."""
     if not rank:
-        what = "it is not known which batch a step belongs to, so in an uneven batch all ranks have the same weight"
-        fix = "make a step for each batch and fetch at most one batch ahead, or set drop_last=True"
+        what = (
+            "it is not known which batch a step belongs to, so where ranks' parts differ in length all count the same"
+        )
+        fix = "take each batch in a for loop, and make its step before the next one, or set drop_last=True"
         warnings.warn(f"{what}; ht.shard; {fix}", stacklevel=5)
 
 
@@ -386,13 +541,22 @@ def exchanged() -> None:
     if unshared:
         unshared.stepped()
     accumulated()
+    if inputs:
+        for lengths in inputs.lengths:
+            lengths.clear()
 
 
 def accumulated() -> None:
     """Record that gradients of the batches in use are computed, so that the next batch has its own."""
-    passes = list(_open)
+    global _decided, _settled, _last
+    _decided, _settled = None, False
+    passes = [*_open, *([] if _quiet is None else [_quiet])]
     if any(p.new for p in passes):
         for p in passes:
             if p.new:
                 p.trained()
             p.used, p.new = p.new, False
+        if _last is not None:
+            _open.discard(_last)
+            _last = None
+        _follow_inputs()

@@ -31,6 +31,7 @@ class Stream(Passes):
     def __init__(self, seed: int, rank: int, size: int, ended: Callable[[int], None]) -> None:
         super().__init__(seed, rank, size)
         self.ended = ended
+        self.kinds: dict[tuple[int, ...], None] = {}  # the ranks' numbers of samples in the batches of this pass
 
 
 class WorkerSeeds(data.Sampler):
@@ -116,16 +117,20 @@ class Collate:
 
 
 class Batches:
-    """A DataLoader's iterator over a ``StreamShare``; ``counts`` and ``digest`` belong to the last batch."""
+    """A DataLoader's iterator over a ``StreamShare``; ``counts`` and ``digest`` belong to the last batch.
 
-    def __init__(self, batches: Iterator) -> None:
-        self._batches, self.counts, self.digest = batches, (1,), 0
+    ``kinds`` gets the counts of all batches.
+    """
+
+    def __init__(self, batches: Iterator, kinds: dict[tuple[int, ...], None]) -> None:
+        self._batches, self.counts, self.digest, self._kinds = batches, (1,), 0, kinds
 
     def __iter__(self) -> Iterator:
         return self
 
     def __next__(self) -> Any:
         self.counts, self.digest, batch = next(self._batches)
+        self._kinds[self.counts] = None
         return batch
 
     def __getattr__(self, name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import re
 
@@ -35,6 +36,102 @@ def uneven():
             with torch.no_grad():
                 ht.sum(*[F.cross_entropy(model(x), y, reduction="sum") for x, y in checks])
     return model
+
+
+def left_early(batches):
+    for batch in batches:
+        return [batch]
+
+
+@torch.no_grad()
+def without_gradients(batches):
+    for inputs, labels in batches:
+        yield inputs * 1, labels
+
+
+class Yielding(DataLoader):
+    """Its batches go through a generator of its own, as of loaders that move them to a device."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def skipped(at):
+    return lambda batches: (batch for k, batch in enumerate(batches) if k not in at)
+
+
+WAYS = {
+    "cycle": lambda batches: itertools.islice(itertools.cycle(batches), 2 * len(batches)),
+    "list": list,
+    "next": lambda batches: [next(iter(batches))],
+    "break": left_early,
+    "again": lambda batches: [next(iter(batches))] * 3,
+    "range": lambda batches: map(next, [iter(batches)] * len(batches)),
+    "without the first": skipped({0}),
+    "without two": skipped({0, 1}),
+    "without one in the middle": skipped({1}),
+    "under no_grad": without_gradients,
+}
+
+
+ONE_BATCH = ("next", "break", "again")
+
+
+def taken(way, kind=DataLoader, count=235):
+    """Batches that are not taken in a plain loop, the last one uneven; then steps on data of the script's own."""
+
+    def case():
+        model = mlp()
+        model, optimizer = ht.distribute(model, sgd(model))
+
+        def step(inputs, labels):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+
+        batches = ht.shard(kind(digits(count), GLOBAL_BATCH // ht.size()))
+        for _ in range(2):
+            for inputs, labels in way(batches):
+                step(inputs, labels)
+        inputs, labels = next(iter(DataLoader(digits(count), 36)))
+        for _ in range(2):
+            step(inputs[ht.rank() :: ht.size()], labels[ht.rank() :: ht.size()])
+        return model
+
+    return case
+
+
+def two_losses():
+    """Two loaders with other lengths at the end, each for a loss and a model of its own."""
+    models = nn.ModuleList([mlp(), mlp()])
+    both = [ht.distribute(model, sgd(model)) for model in models]
+    loaders = [ht.shard(DataLoader(digits(n), GLOBAL_BATCH // ht.size())) for n in (175, 179)]
+    for _ in range(2):
+        for several in zip(*loaders, strict=False):
+            for (model, optimizer), (inputs, labels) in zip(both, several, strict=True):
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+    return models
+
+
+def loop_within():
+    """For each batch of one loader a whole pass over another, each with its own model."""
+    models = nn.ModuleList([mlp(), mlp()])
+    both = [ht.distribute(model, sgd(model)) for model in models]
+    outer, inner = (ht.shard(DataLoader(digits(n), GLOBAL_BATCH // ht.size())) for n in (235, 175))
+
+    def step(k, inputs, labels):
+        model, optimizer = both[k]
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+    for batch in outer:
+        for other in inner:
+            step(1, *other)
+        step(0, *batch)
+    return models
 
 
 def sampled_by(make):

@@ -5,14 +5,20 @@ from __future__ import annotations
 import torch
 
 from tests.script.pytorch.cases.batches import (
+    ONE_BATCH,
+    WAYS,
     Lengths,
+    Yielding,
     accumulated,
     batched,
     in_parts,
+    loop_within,
     sampled_by,
     streamed,
+    taken,
     tokens,
     two_loaders,
+    two_losses,
     uneven,
     weighted,
 )
@@ -58,6 +64,10 @@ SAME = {
     "norm synchronized uneven": norm_synchronized(235),
     "overlap": overlapping,
     "uneven": uneven,
+    **{f"taken by {name}": taken(way, count=55 if name in ONE_BATCH else 235) for name, way in WAYS.items()},
+    "taken from a generator": taken(iter, Yielding),
+    "two losses": two_losses,
+    "loop within": loop_within,
     "one optimizer": one_optimizer,
     "several models": several_models,
     "unfrozen": unfrozen(),

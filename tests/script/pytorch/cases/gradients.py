@@ -24,6 +24,23 @@ def by_hand():
     return model
 
 
+def by_hand_in_closure():
+    model = mlp()
+    model, optimizer = ht.distribute(model, sgd(model))
+    for x, y in loader():
+        optimizer.zero_grad()
+
+        def closure(x=x, y=y):
+            loss = F.cross_entropy(model(x), y)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                p.grad = g
+            return loss
+
+        optimizer.step(closure)
+    return model
+
+
 class Within(torch.optim.SGD):
     """A step within a step: hooks run before each."""
 

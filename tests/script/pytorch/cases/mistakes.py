@@ -142,6 +142,26 @@ def errors(folder: Path):
 
         return case
 
+    def in_hook():
+        """Gradients of this rank that a hook of the step sets, after those of all ranks were averaged."""
+        weight_check._followed.clear()
+        weight_check._sums = 0
+        model = mlp()
+        model, optimizer = ht.distribute(model, sgd(model))
+        x, y = digits(8 + ht.rank())[:]
+
+        def set_gradients(*_):
+            gradients = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                p.grad = g
+
+        optimizer.register_step_pre_hook(set_gradients)
+        try:
+            optimizer.step()
+            ht.sum(1)
+        finally:
+            weight_check._followed.clear()
+
     def graph():
         model, optimizer = ht.distribute(model := mlp(), sgd(model))
         model(digits(8)[:][0]).pow(2).sum().backward(create_graph=True)
@@ -268,6 +288,7 @@ def errors(folder: Path):
             "gathered anew": gathered(lambda model, codes: setattr(model, "codes", nn.Parameter(codes))),
             "moved in a pass": moved("pass"),
             "moved before a sum": moved("sum", data=True),
+            "in a hook": in_hook,
             "graph": graph,
             "twice summed": twice_summed,
             "summed clipped": summed_clipped,

@@ -22,7 +22,16 @@ from tests.script.pytorch.cases.batches import (
     uneven,
     weighted,
 )
-from tests.script.pytorch.cases.gradients import by_hand, by_hand_summed, caught, checkpointed, kept, other_data, summed
+from tests.script.pytorch.cases.gradients import (
+    by_hand,
+    by_hand_in_closure,
+    by_hand_summed,
+    caught,
+    checkpointed,
+    kept,
+    other_data,
+    summed,
+)
 from tests.script.pytorch.cases.models import cnn, mlp
 from tests.script.pytorch.cases.trainings import (
     channels_last,
@@ -81,6 +90,7 @@ SAME = {
     "norm fixed": norm_kept(False),
     "lbfgs": lbfgs,
     "by hand": by_hand,
+    "by hand in a closure": by_hand_in_closure,
     "by hand summed": by_hand_summed,
     "data": other_data,
     "summed": summed(),

@@ -157,8 +157,13 @@ def times() -> dict[str, float]:
 
 
 def barrier() -> None:
-    """Wait until all ranks have called this, for example before they read what rank 0 has just saved."""
-    opened()[0].barrier()
+    """Wait until all ranks have called this, for example before they read what rank 0 has just saved.
+
+    After steps in your training loop it averages running statistics, as the end of a loop does.
+    """
+    communicator = opened()[0]
+    communicator.barrier()
+    loop.average_statistics()
 
 
 def _check(model: Any, user_optimizers: Any, lr_scaling: str, compression: str) -> None:

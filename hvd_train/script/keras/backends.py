@@ -56,6 +56,12 @@ class OnTensorFlow:
         elif bool(wrong):
             raise ConfigError(what, where=where, fix=fix)
 
+    def records(self) -> bool:
+        """Return whether a tape records."""
+        from tensorflow.python.eager import record
+
+        return record.could_possibly_record()
+
     def graph(self) -> Any:
         """Return the graph being traced; None if operations run eagerly."""
         return None if self.eager() else self.tf.compat.v1.get_default_graph()
@@ -132,6 +138,11 @@ class OnTorch:
     def refuse(self, wrong: Any, what: str, where: str, fix: str) -> None:
         if bool(wrong):
             raise ConfigError(what, where=where, fix=fix)
+
+    def records(self) -> bool:
+        import torch
+
+        return torch.is_grad_enabled()
 
     def graph(self) -> Any:
         return None

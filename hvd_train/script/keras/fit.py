@@ -24,7 +24,7 @@ from hvd_train.script.keras.data.leaves import BATCH, BATCH_SIZE, kind_of
 from hvd_train.script.keras.data.scoring import EvalShard, divide_scoring
 from hvd_train.script.keras.data.training import check_local, divide_training, first_of, pass_seed
 from hvd_train.script.keras.gradients import Reduction
-from hvd_train.script.keras.local_training import LocalModel
+from hvd_train.script.keras.local_training import LocalModel, statistics_of
 from hvd_train.script.keras.logs import GlobalLogs
 from hvd_train.script.keras.model_state import ModelState, to_numpy
 from hvd_train.script.keras.patches import SAVING, Patches, optimizers_of, with_rates
@@ -75,6 +75,7 @@ class DistributedFit:
         self._check_weights = WeightCheck(world, every, self._checksums, self._settings, fix if names else DIFFER_FIX)
         # Called only for optimizer.apply in a loop of the script: ``fit`` counts its steps by a callback.
         reduction.stepped = lambda steps: self._looped(steps, "optimizer.apply")
+        reduction.gathers = lambda: not self.local and bool(statistics_of(model))
         Reduction.moved.clear()  # it would keep earlier models alive
         self._scoring: EvalShard | None = None  # set while evaluate runs
         self.gathering = False  # whether the metrics gather the sums of an epoch
@@ -90,8 +91,8 @@ class DistributedFit:
         if slot and keras.backend.backend() == "tensorflow":  # its exchanges are in a graph
             patches.put(model, "make_train_function", within_slot(slot, model, model.make_train_function))
         patches.put(model, "_get_metrics_result_or_logs", self.logs)
-        for name in SAVING if world.rank else ():
-            patches.put(model, name, _left_to_rank_0)
+        for name in SAVING:
+            patches.put(model, name, _left_to_rank_0 if world.rank else self._saving(getattr(model, name)))
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         call = _bound(self._fit, args, kwargs)
@@ -223,14 +224,19 @@ class DistributedFit:
     def _looped(self, steps: int, where: str) -> None:
         """Count steps of a loop of the script."""
         self.trained(steps, where)
-        Reduction.moved[self.reduction.number] = self.end_pass
+        Reduction.moved[self.reduction.number] = self.end_pass, bool(self.local)
 
     def end_pass(self) -> None:
         """Synchronize weights or running statistics at the end of an epoch; on all ranks together."""
         if self.local:
             self.local.synchronize()
         else:
-            self.state.average_statistics()
+            self.average_statistics()
+
+    def average_statistics(self) -> None:
+        """Average running statistics; on all ranks together."""
+        self.state.average_statistics()
+        Reduction.left = False
 
     def begin_epoch(self) -> None:
         """Begin an epoch of local training with the weights that callbacks have left, the same on all ranks."""
@@ -317,6 +323,13 @@ class DistributedFit:
                 raise ConfigError(what, where="model.fit", fix=fix)
             frame = frame.f_back
 
+    def _saving(self, save: Callable) -> Callable:
+        def saves(*args: Any, **kwargs: Any) -> Any:
+            self.reduction.uses_statistics()
+            return save(*args, **kwargs)
+
+        return saves
+
     def _check(self, where: str) -> None:
         if self.model._loss_tracker is not self.patches.compiled:
             raise ConfigError(
@@ -390,7 +403,7 @@ class DistributedFit:
         """Put this rank's part of the data into the call."""
         data = (call["x"], call.get("y"), call.get("sample_weight"))
         shard = self._divided(data, call["batch_size"], call["steps"], uncut)
-        self.state.average_statistics()  # those gathered in train_on_batch
+        self.average_statistics()  # those gathered in train_on_batch
         self.compare(where)
         call["x"], call["y"], call["sample_weight"] = shard.data
         call["batch_size"], call["steps"] = shard.batch, shard.limit

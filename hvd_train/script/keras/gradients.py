@@ -10,6 +10,7 @@ the counts, because what one step omits must have the same weight in the next.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,13 +21,25 @@ import numpy as np
 
 from hvd_train.compression.uncompressed import Uncompressed
 from hvd_train.errors import ConfigError
+from hvd_train.launch.environment import world as launched
 from hvd_train.protocol import Communicator, Compressor, Ops, TensorSpec
 from hvd_train.script.keras.eval_window import EvalWindow, tensor_of
+from hvd_train.script.keras.loop_batches import (
+    DOUBT,
+    FIT,
+    HEAD,
+    KINDS,
+    ROWS,
+    LoopBatches,
+    warn_of_own_statistics,
+    warn_of_unknown_batch,
+)
 from hvd_train.script.keras.patches import Patches
 from hvd_train.script.shared.world import NamedTransfers
 from hvd_train.update.exchange import Exchange
 
 WIRE = ("float16", "float32", "float64")  # dtypes that Horovod can add
+MOST_CALLS = 64  # inputs of a step whose rows are kept
 
 
 def wire_dtype(variable: Any) -> str:
@@ -52,8 +65,11 @@ class Reduction:
 
     _numbers = itertools.count()
     traced: weakref.WeakSet[Reduction] = weakref.WeakSet()  # those whose steps run in graphs
-    moved: ClassVar[dict[int, Callable[[], None]]] = {}  # {number of a model with steps since: averages its statistics}
-    part: Any = None  # in loops over hk.shard, for all models: samples of this rank's batch over the usual number
+    # {number of a model with steps since: (averages its statistics, whether it trains locally)}
+    moved: ClassVar[dict[int, tuple[Callable[[], None], bool]]] = {}
+    batches: ClassVar = LoopBatches()  # of loops over hk.shard, for all models
+    left = False  # whether a loop with steps was left before its end, and running statistics are each rank's own
+    doubts: Any = None  # steps in graphs that may belong to another batch
 
     def __init__(
         self, variables: Sequence[Any], compressor: Compressor, communicator: Communicator, backend: Any
@@ -87,8 +103,11 @@ class Reduction:
         self._graph_steps_reported = 0  # of those that graphs count
         self.paused: Callable[[], bool] = lambda: False  # whether their report must wait
         self.steps = keras.Variable(0, trainable=False, dtype="int64", name="steps")
-        if Reduction.part is None:
-            Reduction.part = keras.Variable(1.0, trainable=False, dtype="float64", name="part")
+        self.gathers: Callable[[], bool] = lambda: False  # whether the model has running statistics
+        self.rows: list[Any] = []  # of the model's inputs since the last step of the script's loop
+        Reduction.batches.add_variable()
+        if Reduction.doubts is None:
+            Reduction.doubts = keras.Variable(0.0, trainable=False, dtype="float64", name="doubts")
         self.window = EvalWindow(backend)
         self.losses = 0  # of this step that have exchanged values with other ranks
         self._means: list[tuple[Callable[[Any, Any], None], Any]] = []  # of this step's metrics that count batches
@@ -108,20 +127,48 @@ class Reduction:
             reduction._graph_steps_reported += steps
             if steps:
                 reduction.stepped(steps)
+        if cls.traced and cls.doubts is not None and float(cls.doubts.numpy()) and not launched().rank:
+            warn_of_unknown_batch()
 
     @classmethod
-    def average_moved_statistics(cls) -> None:
+    def average_moved_statistics(cls, local: bool = True) -> None:
         """Average the running statistics of models trained in the script's loops; at the same point on all ranks.
 
-        Includes deleted models, because Python frees them at different times on different ranks.
+        Includes deleted models, because Python frees them at different times on different ranks. ``local``: synchronize
+        models in local training, too.
         """
-        for number in sorted(cls.moved):
-            cls.moved.pop(number)()
+        cls.left = False
+        for number, (average, trains_locally) in sorted(cls.moved.items()):
+            if local or not trains_locally:
+                del cls.moved[number]
+                average()
 
-    @classmethod
-    def counts(cls, part: float) -> None:
-        if cls.part is not None:  # else there is only this process
-            cls.part.assign(part)
+    def called(self, inputs: Any) -> None:
+        """Record the rows of the inputs with which the script's loop calls a model within a tape."""
+        if self.count is not None or self.window.samples is not None:
+            return
+        if not self._backend.records():
+            self.uses_statistics()
+        elif len(self.rows) < MOST_CALLS:
+            self.rows += [keras.ops.shape(x)[0] for x in keras.tree.flatten(inputs) if getattr(x, "shape", ())]
+
+    def uses_statistics(self) -> None:
+        """Warn once, on rank 0, if the script uses running statistics that are of this rank alone."""
+        if Reduction.left and not self._rank and self.gathers():
+            warn_of_own_statistics()
+
+    def _numbers_of_step(self) -> Any:
+        """Return the first numbers of the step's exchange, (5,); see ``LoopBatches.of_step``."""
+        if self.count is not None:
+            part = keras.ops.cast(self.count, "float64") / tensor_of(self.batch)
+            return keras.ops.stack([part, *[keras.ops.zeros_like(part)] * (HEAD - 1)])
+        graph = self._backend.graph()
+        # A graph keeps the numbers of rows; another one's are not of this step.
+        rows = [n for n in self.rows if isinstance(n, int) or getattr(n, "graph", None) is graph]
+        self.rows = []
+        numbers = Reduction.batches.of_step(rows, self._backend.eager())
+        Reduction.batches.stepped(self._backend.eager())
+        return numbers
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Average the gradients of ``variables`` over ranks; one that no rank has stays None."""
@@ -129,22 +176,23 @@ class Reduction:
         local: list[Any] = [None] * len(self.variables)
         for i, gradient in zip(positions, gradients, strict=True):
             local[i] = gradient
-        part = tensor_of(Reduction.part)
-        if self.count is not None:
-            part = keras.ops.cast(self.count, "float64") / tensor_of(self.batch)
+        by_rows, numbers = bool(self.count is None and self.rows), self._numbers_of_step()
         # (variables,) float64: 1 where this rank has a gradient
         used = keras.ops.convert_to_tensor(np.array([g is not None for g in local], np.float64))
-        # (2 + variables,) float64: part, stop, used
-        head = keras.ops.concatenate([keras.ops.stack([part, tensor_of(self.stop)]), used])
+        # (HEAD + 1 + variables,) float64: the step's numbers, stop, used
+        head = keras.ops.concatenate([numbers, keras.ops.stack([tensor_of(self.stop)]), used])
         *dense, head = self._backend.dense([*local, head])
-        joined, sums = self._backend.awaited([*dense, head], lambda: self._joined(dense, head, part))
+        joined, sums = self._backend.awaited([*dense, head], lambda: self._joined(dense, head, by_rows))
         pairs = zip(self._exchange.from_buckets(joined), self._kinds, strict=True)
         reduced = [keras.ops.cast(x, kind) for x, kind in pairs]
         if self._overwritten:
             self._take_maxima(local, reduced)
         there = [g is not None for g in local]
         if self._backend.eager():  # in a graph all ranks run the same; eagerly, the variables used may differ
-            there = [n > 0 for n in keras.ops.convert_to_numpy(sums)[2:]]
+            known = keras.ops.convert_to_numpy(sums)
+            there = [n > 0 for n in known[HEAD + 1 :]]
+            if self._doubtful(known, head) and not self._rank:
+                warn_of_unknown_batch()
         return [reduced[i] if there[i] else None for i in positions]
 
     def _take_maxima(self, local: Sequence[Any], reduced: list[Any]) -> None:
@@ -161,19 +209,41 @@ class Reduction:
             reduced[i] = keras.ops.cast(keras.ops.reshape(part, self.variables[i].shape), self._kinds[i])
             start += x.shape[0]
 
-    def _joined(self, dense: list[Any], head: Any, part: Any) -> tuple[list[Any], Any]:
-        """Return (flat gradients, sums over ranks of: part, stop, having a gradient of tensor 0, 1, ...)."""
+    def _doubtful(self, sums: Any, head: Any) -> Any:
+        """Return whether the step may belong to another batch, and ranks' parts of a batch have differed."""
+        differ = keras.ops.abs(sums[KINDS] - self._size * head[KINDS]) > 1e-9
+        return keras.ops.logical_and(sums[DOUBT] > 0, differ)
+
+    def _all_fit(self, sums: Any) -> Any:
+        """Return whether the inputs of all ranks have as many rows as one of their batches."""
+        return sums[FIT] > self._size - 0.5
+
+    def _weight(self, head: Any, sums: Any) -> Any:
+        """Return this rank's weight in the step. In a graph a rank waits for the others only if it depends on them."""
+        by_rows = lambda: keras.ops.where(self._all_fit(sums), head[ROWS], head[0])  # noqa: E731
+        return keras.ops.cond(_depends(head), by_rows, lambda: keras.ops.copy(head[0]))
+
+    def _joined(self, dense: list[Any], head: Any, by_rows: bool) -> tuple[list[Any], Any]:
+        """Return (flat gradients, sums over ranks of: ``_numbers_of_step``, stop, having a gradient of tensor 0, ...).
+
+        ``by_rows``: whether the step's weight may be the number of the inputs' rows.
+        """
         # Sent first, so that these few numbers arrive before the gradients.
         sent = self._communicator.allreduce_async(head, "keras.counts")
         flats = self._exchange.to_buckets([self._as_sent(i, g) for i, g in enumerate(dense)])
         # Uncompressed gradients are sent at once, weighted by n_r / b; see the top of this file.
-        started = self._start(flats, part) if self._whole else []
-        sums = self._communicator.synchronize(sent)
-        self.stopped.assign(sums[1])
-        self.present.assign(sums[0])
+        waits = by_rows and (not self._backend.eager() or bool(_depends(head)))
+        sums = self._communicator.synchronize(sent) if waits else None
+        started = self._start(flats, head[0] if sums is None else self._weight(head, sums)) if self._whole else []
+        sums = self._communicator.synchronize(sent) if sums is None else sums
+        self.stopped.assign(sums[HEAD])
+        total = keras.ops.where(self._all_fit(sums), sums[ROWS], sums[0])
+        self.present.assign(total)
+        if not self._backend.eager():
+            Reduction.doubts.assign_add(keras.ops.cast(self._doubtful(sums, head), "float64"))
         if self._whole:
-            return _times(self._finish(started), self._size / sums[0]), sums
-        return self._finish(self._start(flats, part / sums[0])), sums
+            return _times(self._finish(started), self._size / total), sums
+        return self._finish(self._start(flats, self._weight(head, sums) / total)), sums
 
     def of_others(self, compressor: Compressor, communicator: Communicator) -> Callable[[list[Any]], Reduction]:
         """Return a function that makes a reduction for another optimizer's variables, in the same steps.
@@ -284,6 +354,11 @@ class Reduction:
         return joined
 
 
+def _depends(head: Any) -> Any:
+    """Return whether this rank's weight depends on the inputs of the others."""
+    return keras.ops.logical_and(head[FIT] > 0, keras.ops.abs(head[ROWS] - head[0]) > 1e-12)
+
+
 def _times(flats: list[Any], factor: Any) -> list[Any]:
     """Multiply, unless the factor is 1 as in all steps but an epoch's last: that saves a pass over memory."""
     return keras.ops.cond(keras.ops.abs(factor - 1) < 1e-12, lambda: flats, lambda: _scaled(flats, factor))
@@ -339,3 +414,16 @@ def count_samples(model: Any, reduction: Reduction, backend: Any, patches: Patch
 
     patches.put(model, "train_step", backend.untouched(distributed_train_step))
     patches.put(model, "test_step", backend.untouched(distributed_test_step))
+
+
+def watch_inputs(model: Any, reduction: Reduction, patches: Patches) -> None:
+    """Let the reduction know the inputs of the model, and of models within it."""
+
+    def watched(check: Callable[[Any], None], inputs: Any) -> None:
+        check(inputs)
+        reduction.called(inputs)
+
+    for one in {id(x): x for x in (model, *model._flatten_layers()) if isinstance(x, keras.Model)}.values():
+        # Keras calls it with the first argument of each call; a subclass cannot replace a model's ``__call__``.
+        name = "_assert_input_compatibility"
+        patches.put(one, name, functools.partial(watched, getattr(one, name)))

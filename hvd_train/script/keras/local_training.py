@@ -69,7 +69,7 @@ class LocalModel(LocalTraining):
         )
         statistics = [
             Variable(str(k), partial(_copy, backend.ops, v), partial(_assign, backend.ops, v))
-            for k, v in enumerate(_statistics(model))
+            for k, v in enumerate(statistics_of(model))
         ]
         super().__init__(weights, statistics, options, communicator, where)
         reduction.begin, reduction.paused = self.begin_step, lambda: self.within  # type: ignore[attr-defined]
@@ -173,7 +173,7 @@ def check_local(optimizers: Sequence[Any], mode: str, sharded: bool, lr_scaling:
     check_mode(mode, options, where)
 
 
-def _statistics(model: Any) -> list[Any]:
+def statistics_of(model: Any) -> list[Any]:
     """Return the float variables that layers update in training, without frozen weights."""
     layers = {id(v): v for layer in model._flatten_layers() for v in layer._non_trainable_variables}
     gathered = [v for v in layers.values() if "float" in v.dtype and not v.path.endswith(SEED)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 
@@ -69,15 +70,18 @@ class Batches:
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:
-        loop_pass = _Pass()
-        for batch in self._epoch(self._numbers.next):
+        loop_pass = _Pass(self._batch_size)
+        try:
+            for batch in self._epoch(self._numbers.next):
+                Reduction.count_graph_steps()
+                batch = keras.tree.map_structure(keras.ops.convert_to_tensor, batch, none_is_leaf=False)
+                loop_pass.begin_batch(len(keras.tree.flatten(batch)[0]))
+                yield batch
             Reduction.count_graph_steps()
-            batch = keras.tree.map_structure(keras.ops.convert_to_tensor, batch, none_is_leaf=False)
-            loop_pass.begin_batch(len(keras.tree.flatten(batch)[0]) / self._batch_size)
-            yield batch
-        Reduction.count_graph_steps()
-        self._numbers.skip()
-        loop_pass.end()
+            self._numbers.skip()
+            loop_pass.end()
+        finally:
+            loop_pass.close()
 
     def set_epoch(self, number: int) -> None:
         """Set the epoch of the next order; on all ranks."""
@@ -101,6 +105,7 @@ def shard(
     agree(world, facts)
     parts = arguments["x"]
     size = int(facts[BATCH_SIZE]) * (record.together if (record := recording()) else 1)
+    Reduction.batches.begins(size)
     if kind_of(parts) == "dataset":
         return _followed_dataset(parts, size)
     if not isinstance(parts, Epochs):  # a sharded DataLoader
@@ -130,7 +135,8 @@ def _followed_dataset(parts: Any, batch_size: int) -> Any:
         batches = kind.__iter__(self)
         if not tf.executing_eagerly():
             return batches
-        iterator, loop_pass = type(batches), _Pass()
+        iterator, loop_pass = type(batches), _Pass(batch_size)
+        weakref.finalize(batches, loop_pass.close).atexit = False
 
         def following(self: Any) -> Any:
             Reduction.count_graph_steps()
@@ -139,7 +145,7 @@ def _followed_dataset(parts: Any, batch_size: int) -> Any:
             except StopIteration:
                 loop_pass.end()
                 raise
-            loop_pass.begin_batch(len(tf.nest.flatten(batch)[0]) / batch_size)
+            loop_pass.begin_batch(len(tf.nest.flatten(batch)[0]))
             return batch
 
         # A subclass, not a generator: the script may use the API of TensorFlow's iterator.
@@ -153,39 +159,69 @@ def _followed_dataset(parts: Any, batch_size: int) -> Any:
 class _Pass:
     """A pass of the script over this rank's batches, which begins now."""
 
-    def __init__(self) -> None:
-        self._before, self._batches = _steps(), 0
+    _fresh: ClassVar[list[_Pass]] = []  # a pass for each batch that was taken since the last step
+    _seen = 0  # steps at the last batch of any pass
+
+    def __init__(self, batch_size: int) -> None:
+        self._before, self._batches, self._batch_size = _steps(), 0, batch_size
         self._early = False  # whether the script fetches one batch ahead, as prefetchers do
-        self._seen = self._before  # steps at the last batch
         self._part = 1.0  # samples of the last batch / those of a full one
+        self._closed = False
         self._weights: dict[int, str] = {}  # digests of the models' weights, in a pass without steps
         _unshared().begins()
 
-    def begin_batch(self, part: float) -> None:
-        """Record that the script has taken a batch that is this part of a full one."""
-        self._batches += 1
+    def begin_batch(self, samples: int) -> None:
+        """Record that the script has taken a batch."""
+        self._batches, part, stepped = self._batches + 1, samples / self._batch_size, self._has_stepped()
         if self._batches == 2 and _steps() == self._before:
             self._weights = weight_check.digests()  # this pass may train without optimizers
             self._early = True
         elif self._batches > 2 and self._early:
-            self._early = self._has_stepped()
-        Reduction.counts(self._part if self._early else part)
+            self._early = stepped
+        _Pass._fresh = [*([] if stepped else _Pass._fresh), self]
+        several = len(set(map(id, _Pass._fresh))) > 1
+        Reduction.batches.taken(
+            samples,
+            self._part if self._early else part,
+            ordered=len(_Pass._fresh) == 1 and not self._early,
+            early=self._early and not several,
+            several=several,
+        )
         self._part = part
 
     def _has_stepped(self) -> bool:
-        """Return whether there was a step since the last call."""
-        before, self._seen = self._seen, _steps()
-        return self._seen > before
+        """Return whether there was a step since the last batch of any pass."""
+        before, _Pass._seen = _Pass._seen, _steps()
+        return _Pass._seen != before
 
     def end(self) -> None:
         """If the pass has made steps, synchronize weights or statistics, on all ranks together."""
         # If the script fetches one batch ahead, the step of the last batch is still to come.
-        Reduction.counts(self._part if self._early and self._has_stepped() else 1.0)
+        self._leave(self._part if self._early and self._has_stepped() else 1.0)
         if _steps() > self._before:
             Reduction.average_moved_statistics()
         else:
             weight_check.pass_ended(self._weights, "the end of a pass over hk.shard")
             _unshared().passed()
+
+    def close(self) -> None:
+        """Record that the script has left the loop before its end; no rank waits for another."""
+        if self._batches and not (self._closed or sys.is_finalizing()):
+            Reduction.left = Reduction.left or _steps() > self._before
+            self._leave()
+
+    def _leave(self, part: float = 1.0) -> None:
+        self._closed = True
+        fresh = [] if _steps() != _Pass._seen else [x for x in _Pass._fresh if x is not self]
+        _Pass._fresh = fresh
+        # A batch of another loop may still be without its step.
+        Reduction.batches.ended(fresh[-1]._part if fresh else part, within=bool(fresh))
+
+
+def average_statistics() -> None:
+    """Average running statistics after steps of the script's loop; on all ranks together."""
+    Reduction.count_graph_steps()
+    Reduction.average_moved_statistics(local=False)
 
 
 def _as_tensor(x: Any, op: str, size: int) -> Any:

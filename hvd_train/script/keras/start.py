@@ -18,7 +18,7 @@ from hvd_train.protocol import Communicator, Compressor
 from hvd_train.script.keras import layers, losses, metrics, verify_mode
 from hvd_train.script.keras.backends import slow_rank_report
 from hvd_train.script.keras.fit import DistributedFit
-from hvd_train.script.keras.gradients import Reduction, connect, count_samples
+from hvd_train.script.keras.gradients import Reduction, connect, count_samples, watch_inputs
 from hvd_train.script.keras.local_training import LocalModel, LocalReduction
 from hvd_train.script.keras.patches import Patches, optimizers_of, with_rates
 from hvd_train.script.keras.sharded import ShardedUpdate
@@ -68,6 +68,7 @@ class Start:
         for other in others:
             connect(other, reduction, self.backend, patches, reduction.of_others(self.compressor, communicator))
         count_samples(model, reduction, self.backend, patches)
+        watch_inputs(model, reduction, patches)
         losses.share_losses(model, reduction, patches)
         if model.compiled:
             metrics.share_means(model, reduction, patches, communicator.rank == 0)

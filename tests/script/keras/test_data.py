@@ -236,6 +236,28 @@ def test_steps_to_score_are_made_in_whole_executions(kind):
     assert [i for batches in shards for batch in batches for i in batch] == [i for batch in alone for i in batch]
 
 
+SHORT = tf.data.Dataset.range(31).batch(6)  # 6, 6, 6, 6, 6, 1
+SHORT_WITHIN = {
+    "repeated": (SHORT.repeat(4), [12] * 10 + [4]),
+    "repeated without remainder": (tf.data.Dataset.range(36).batch(6).repeat(4), [12] * 12),
+    "joined": (SHORT.concatenate(tf.data.Dataset.range(13).batch(6)).map(lambda x: 2 * x).prefetch(1), [12, 12, 12, 8]),
+    "a part repeated": (SHORT.skip(2).repeat(2), [12, 12, 12, 2]),
+    "the short one first": (SHORT.skip(5).concatenate(SHORT), [2] * 16),
+    "zipped": (tf.data.Dataset.zip((SHORT, SHORT.repeat(4))), [12, 12, 7]),
+}
+
+
+@pytest.mark.parametrize("name", SHORT_WITHIN)
+def test_short_batches_within_a_pipeline_are_filled_up(name):
+    """The number of steps is stated where it is sure; TensorFlow refuses one that is not right."""
+    whole, expected = SHORT_WITHIN[name]
+    ranks = [training(rank, whole) for rank in world(2)]
+    taken = [[len(tf.nest.flatten(batch)[0]) for batch in mine] for mine in ranks]
+    assert [sum(step) for step in zip(*taken, strict=True)] == expected
+    known = int(ranks[0].cardinality())
+    assert known == (-2 if name in ("a part repeated", "the short one first", "zipped") else len(expected))
+
+
 def test_ranks_with_other_arrays_are_told_apart():
     x = np.arange(4000.0).reshape(1000, 4)
     assert digest((x,)) == digest((x.copy(),)) != digest((x[::-1],))

@@ -22,17 +22,17 @@ CASES = [
     "py_dataset", "self_shuffled", "overflow", "undivided", "callbacks", "tf_data", "steps_per_execution",
     "adam_accumulation", "residual", "saved", "jit_compile", "summed", "masked", "masked_own_step", "weighted_mean",
     "own_losses", "fine_tuning", "vae", "gan", "unbuilt", "loader", "loop", "loop_dataset", "loop_sums", "steps",
-    "masked_scores", "states", "outputs", "lengths", "float8",
+    "masked_scores", "states", "outputs", "lengths", "float8", "taken", "taken_graph",
 ]  # fmt: skip
 # What may depend on whether two ranks meet or three: shares of 7, 7 and 6, means of three, batches that data makes.
-ON_THREE = ["arrays", "py_dataset", "masked", "loop_sums"]
+ON_THREE = ["arrays", "py_dataset", "masked", "loop_sums", "taken"]
 # Keras on PyTorch has its own step; what it shares with TensorFlow is tried there.
 ON_TORCH = [
     "arrays", "own_step", "two_inputs", "py_dataset", "residual", "saved", "summed", "masked_own_step", "own_losses",
-    "gan", "unbuilt", "loader", "loop", "steps", "masked_scores", "states", "outputs", "float8",
+    "gan", "unbuilt", "loader", "loop", "steps", "masked_scores", "states", "outputs", "float8", "taken",
 ]  # fmt: skip
 # "draws" after "loader", which loads torch: nobody has seeded it, and the other generators stay alike all the same.
-NOT_ALONE = ["main_rank", "stops", "compressed", "gan_compressed", "draws", "slow"]
+NOT_ALONE = ["left_statistics", "main_rank", "stops", "compressed", "gan_compressed", "draws", "slow"]
 LOCAL = ("own/", "files")  # what a rank has for itself
 WORLDS = {
     (2, "tensorflow"): [*CASES, *NOT_ALONE, "batchnorm_and_dropout", "frozen", "apart", "refused"],
@@ -96,6 +96,24 @@ def test_ranks_stay_together(results, case, backend):
             np.testing.assert_array_equal(rank[key], value, err_msg=key)
     if case == "stops":  # the wish of step 2 (NaN: 0) holds after the next step
         assert list(ranks[0]["steps"]) == [4, 2]
+
+
+@BACKENDS
+def test_a_step_on_other_data_in_an_open_loop_is_told(results, backend):
+    first, other = results(2, backend)["taken"]
+    (line,) = first["own/told"]
+    assert line.startswith("it is not known which batch a step belongs to") and not other["own/told"].size
+
+
+@BACKENDS
+def test_statistics_of_a_loop_that_is_left_are_told_and_averaged_at_the_barrier(results, backend):
+    first, other = results(2, backend)["left_statistics"]
+    (line,) = first["own/told"]
+    assert "call hk.barrier() after the loop" in line and not other["own/told"].size
+    mean = (first["own/before"] + other["own/before"]) / 2
+    assert np.abs(first["own/before"] - other["own/before"]).max() > 1e-6
+    for rank in (first, other):
+        np.testing.assert_allclose(rank["weights/4"], mean, rtol=1e-6)
 
 
 @BACKENDS

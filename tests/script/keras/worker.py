@@ -26,7 +26,7 @@ from tests.script.keras.cases.draws import draws
 from tests.script.keras.cases.fitting import UserStep, arrays, class_weight, rates, two_inputs, user_logs, user_step
 from tests.script.keras.cases.gradients import compressed, float8, jit_compile, overflow, residual, saved
 from tests.script.keras.cases.layers import states
-from tests.script.keras.cases.loops import loop, main_rank, slow, sums
+from tests.script.keras.cases.loops import left_statistics, loop, main_rank, slow, sums, taken
 from tests.script.keras.cases.losses import own_losses, reading, summed, weighted_mean
 from tests.script.keras.cases.mistakes import apart, refused
 from tests.script.keras.cases.models import FOLDER, SGD, TENSORFLOW, Adam, simple
@@ -75,6 +75,8 @@ CASES = {
     "own_losses": own_losses,
     "loader": loader,
     "loop": loop,
+    "taken": taken,
+    "left_statistics": left_statistics,
     "main_rank": main_rank,
     **SHARDED,
 }
@@ -87,6 +89,7 @@ if TENSORFLOW:
         "jit_compile": jit_compile,
         "loop_dataset": lambda: loop(dataset=True),
         "loop_sums": sums,
+        "taken_graph": lambda: taken(graph=True),
         "steps_per_execution": simple(lambda: SGD(0.1, momentum=0.9), steps_per_execution=3),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from fractions import Fraction
 from typing import Any
 
 from hvd_train.errors import ConfigError
@@ -11,6 +12,7 @@ from hvd_train.protocol import Communicator
 from hvd_train.script.keras.data.leaves import is_ragged, kind_of
 
 WATCHED = 4096  # values per batch that are hashed to compare orders
+MIXING = ("Repeat", "Concatenate", "Shuffle", "Interleave")  # steps of a pipeline after which any batch may be short
 
 
 def in_order(data: Any) -> Any:
@@ -99,6 +101,32 @@ def varies(data: Any) -> bool:
     return any(
         spec.shape.rank is None or None in spec.shape[1:].as_list() for spec in tf.nest.flatten(data.element_spec)
     )
+
+
+def _may_be_short(data: Any) -> bool:
+    """Return whether batches of a tf.data.Dataset before the last may be short, as in batch(6).repeat(4)."""
+    import tensorflow as tf
+
+    name = type(data).__name__
+    if "Batch" in name or all(spec.shape.rank and spec.shape[0] for spec in tf.nest.flatten(data.element_spec)):
+        return False
+    return any(x in name for x in MIXING) or any(map(_may_be_short, data._inputs()))
+
+
+def _full_batches(data: Any) -> tuple[int, Fraction] | None:
+    """Return (samples of a full batch, samples of all batches as a multiple of it); None if they are not known."""
+    name = type(data).__name__
+    if name in ("_BatchDataset", "_ParallelBatchDataset"):
+        size, samples = int(data._batch_size), int(data._input_dataset.cardinality())
+        samples -= samples % size if bool(data._drop_remainder) else 0
+        return None if samples < 0 else (size, Fraction(samples, size))
+    parts = [_full_batches(x) for x in data._inputs()]
+    found = [part for part in parts if part]
+    times = int(data._count) if "Repeat" in name else 1
+    batches = times * sum(int(x.cardinality()) for x in data._inputs())  # others than these after take or zip
+    if not found or len(found) < len(parts) or len(dict(found)) > 1 or batches != int(data.cardinality()):
+        return None
+    return found[0][0], times * sum((count for _, count in found), Fraction())
 
 
 def joined(data: Any, count: int) -> Any:
@@ -212,6 +240,13 @@ def dataset_parts(
     whole, known = world.size * together, int(data.cardinality())
     padded = varies(data)
     steps, certain = -(-known // whole), known % whole == 0 if padded else known % whole != 1
+    if known > 0 and not padded and _may_be_short(data):
+        # ``rebatch`` fills up a short batch with samples of the next ones, so there may be fewer steps.
+        size, full = _full_batches(data) or (0, Fraction())
+        rest = full % whole * batch
+        steps, certain = math.ceil(full / whole), rest == 0 or rest >= world.size
+        if not size or batch % size:  # unknown, or the first batch is short; a map may make several samples of each
+            known = -1
     parts = joined(data, whole) if padded else data.rebatch(batch * whole)
     parts = parts if order_digest is None else order_digest.watched(parts)
     if known > 0 and certain and batch >= world.size:  # the last global batch has enough samples

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 import time
 import warnings
@@ -14,9 +15,21 @@ import numpy as np
 import hvd_train.keras as hk
 from hvd_train.cli import guide
 from hvd_train.core import control_sync
-from hvd_train.script.keras import backends
+from hvd_train.script.keras import backends, loop_batches
 from hvd_train.script.keras import loop as own_loop
-from tests.script.keras.cases.models import BATCH, COUNT, Adam, compiled, cross_entropy, digits, fit, network, trained
+from tests.script.keras.cases.models import (
+    BATCH,
+    COUNT,
+    FOLDER,
+    SGD,
+    Adam,
+    compiled,
+    cross_entropy,
+    digits,
+    fit,
+    network,
+    trained,
+)
 from tests.script.keras.cases.networks import descent
 from tests.script.prefetching import early
 
@@ -46,6 +59,108 @@ def loop(dataset=False):
             losses.append(float(values["loss"])) if len(part[0]) == BATCH else None
     total = float(hk.reduce(len(losses), op="sum")) / hk.size()
     return trained(model, losses=losses, steps=0 if dataset else len(batches), total=total)
+
+
+def taken(graph=False):
+    """Loops in which a step is not always on the batch that was taken last, each with steps on other data after it.
+
+    The last of three batches has 19 samples: 10 and 9, or 7, 6 and 6. ``graph``: in a tf.function."""
+    x, y = digits(115)
+    other = [np.array(a[hk.rank() :: hk.size()]) for a in digits(78)]  # 39, or 26 a rank
+
+    def stepping():
+        model, optimizer, loss_of = network(hidden=4), SGD(0.5), cross_entropy()
+        hk.distribute(model, optimizer)
+
+        def step(x, y):
+            descent(optimizer, model.trainable_weights, lambda: [loss_of(y, model(x))])
+
+        if graph:
+            import tensorflow as tf
+
+            step = tf.function(step)
+        return model, lambda part: step(*map(keras.ops.convert_to_tensor, part))
+
+    def batches(size=BATCH):
+        return hk.shard(x, y, batch_size=size, shuffle=False)
+
+    def left(step):
+        for k, part in enumerate(batches()):
+            step(part)
+            if k == 2:
+                break
+
+    def left_before(step):
+        last = None
+        for k, part in enumerate(batches()):
+            last = part
+            if k == 2:
+                break
+        step(last)
+
+    def all_at_once(step):
+        part = next(iter(batches(120 // hk.size())))
+        for _ in range(3):
+            step(part)
+
+    def again(step):
+        for _, part in zip(range(8), itertools.cycle(batches()), strict=False):
+            step(part)
+
+    def without_the_first(step):
+        for part in itertools.islice(batches(), 1, None):
+            step(part)
+
+    def backwards(step):
+        for part in list(batches())[::-1]:
+            step(part)
+
+    def within(step):
+        _, inner = stepping()
+        for part in batches():
+            for each in batches(24 // hk.size()):
+                inner(each)
+            step(part)
+
+    def together(step):
+        _, second = stepping()
+        for part, each in zip(batches(), batches(60 // hk.size()), strict=False):
+            step(part)
+            second(each)
+
+    results = {}
+    loop_batches.warn_of_unknown_batch.cache_clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for run in (left, left_before, all_at_once, again, without_the_first, backwards, within, together):
+            keras.utils.set_random_seed(3)
+            model, step = stepping()
+            run(step)
+            for _ in range(2):
+                step(other)
+            results |= {f"{run.__name__} {k}": v for k, v in trained(model).items()}
+        assert not [w for w in warned if "not known" in str(w.message)]
+        taken = iter(batches())  # a loop that is not left: the last batch, or other data
+        for part in (*(next(taken) for _ in range(3)), other):
+            step(part)
+    told = [str(w.message) for w in warned if "not known" in str(w.message)]
+    return results | {"own/told": np.array(told)}
+
+
+def left_statistics():
+    """Running statistics of a loop that is left: each rank's own, with a warning, until all ranks meet."""
+    model, optimizer, loss_of = network(batchnorm=True), SGD(0.1), cross_entropy()
+    hk.distribute(model, optimizer)
+    loop_batches.warn_of_own_statistics.cache_clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _, part in zip(range(1), hk.shard(*digits(96), batch_size=BATCH), strict=False):
+            descent(optimizer, model.trainable_weights, lambda: [loss_of(part[1], model(part[0], training=True))])  # noqa: B023
+        own = trained(model)
+        model.save(FOLDER / f"left{hk.rank()}.keras")
+        told = [str(w.message) for w in warned if "hk.barrier" in str(w.message)]
+        hk.barrier()
+    return trained(model) | {"own/told": np.array(told), "own/before": own["weights/4"]}
 
 
 def sums():

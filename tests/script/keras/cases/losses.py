@@ -140,7 +140,30 @@ def own_losses():
             results |= {f"{loss.__name__}/{k}": v for k, v in trained(model, history).items()}
     results["own/correlation"] = np.array(told_correlation())
     results["own/metrics"] = np.array(told_metrics())
+    results |= one_a_rank()
     return results | {f"batches/{k}": v for k, v in own_batches().items()}
+
+
+def summed_squares(y, predicted):
+    return keras.ops.sum(predicted**2) / 100
+
+
+def one_a_rank():
+    """A sum with one sample a rank, after evaluations of one sample, and of one for which it is 0."""
+    x, y = digits(12)
+    results = {}
+    for name, first in {"sample": x[:1], "zero": 0 * x[:1]}.items():
+        keras.utils.set_random_seed(3)
+        model = network()
+        model.compile(SGD(0.02), summed_squares)
+        hk.distribute(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.evaluate(first, y[:1], verbose=0)
+            history = fit(model, x, y, batch_size=2 // hk.size(), epochs=1, validation_data=(x, y))
+        results |= {f"{name}/{k}": v for k, v in trained(model, history).items()}
+        results[f"own/{name}"] = np.array([str(w.message) for w in caught if "the loss" in str(w.message)])
+    return results
 
 
 def told_correlation():

@@ -8,11 +8,12 @@ are those of one process. A plain mean needs no correction, and costs nothing.
 from __future__ import annotations
 
 import json
-import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvd_train.errors import ConfigError
 from hvd_train.launch.environment import world
@@ -199,10 +200,7 @@ def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any,
     messages = communicator.allgather_bytes(json.dumps([s.kind for s in losses]).encode())
     everyone = [json.loads(part) for part in messages]
     for loss, kinds in zip(losses, zip(*everyone, strict=True), strict=True):
-        # Ranks used different samples: take the most certain answer; mean on one and sum on another is neither.
-        loss.kind = max(kinds, key=KINDS.index)
-        if {"mean", "sum"} <= set(kinds):
-            loss.kind = "neither"
+        loss.kind = agreed(kinds)
         if loss.kind == "neither" and communicator.rank == 0:
             what = f"the loss {loss.loss.name} is neither a mean nor a sum over samples: ranks compute it for their own"
             fix = "return one value per sample to get their mean"
@@ -229,12 +227,24 @@ def kind_over_samples(loss: Any, *batch: Any) -> str:
     except Exception:  # it may need pairs of samples or a fixed batch size
         return "neither"
     # On PyTorch Keras 3.15 computes some losses in 32 bits, whatever dtype they return.
-    bound = (1e-2 if "16" in keras.backend.standardize_dtype(whole.dtype) else 1e-5) * (abs(first) + abs(last))
-    if not math.isfinite(both) or both == first == last == 0:
+    return kind_of_parts(
+        both, first, last, share, 1e-2 if "16" in keras.backend.standardize_dtype(whole.dtype) else 1e-5
+    )
+
+
+def kind_of_parts(whole: Any, first: Any, last: Any, share: float, bound: float) -> str:
+    """Classify numbers, or arrays, of a batch and of its parts; ``share``: of the samples in the first part."""
+    if not np.all(np.isfinite(whole)) or not (np.any(whole) or np.any(first) or np.any(last)):
         return "unknown"  # if only a part is NaN, such as a mean over no samples, it is neither
-    if abs(both - (share * first + (1 - share) * last)) <= bound:
+    bound *= np.max(np.abs(first) + np.abs(last))  # small entries of an array may be rounding errors
+    if np.all(np.abs(whole - (share * first + (1 - share) * last)) <= bound):
         return "mean"
-    return "sum" if abs(both - first - last) <= bound else "neither"
+    return "sum" if np.all(np.abs(whole - first - last) <= bound) else "neither"
+
+
+def agreed(kinds: Sequence[str]) -> str:
+    """Return the most certain of the ranks' answers, which saw different samples; mean and sum make neither."""
+    return "neither" if {"mean", "sum"} <= set(kinds) else max(kinds, key=KINDS.index)
 
 
 def whole_and_parts(function: Any, *batch: Any) -> tuple[tuple[Any, Any, Any], float]:

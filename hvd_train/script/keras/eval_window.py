@@ -26,7 +26,8 @@ class EvalWindow:
         self._size = keras.Variable(1, trainable=False, dtype="int64", name="window")  # batches per global batch
         self._place = keras.Variable(0, trainable=False, dtype="int64", name="place")  # of a batch in its window
         self._parts = keras.Variable(1.0, trainable=False, dtype="float64", name="parts")  # ranks that score them
-        self._sums: list[Any] = []  # of each loss (3,): samples, weight, loss times weight
+        # {(number of a loss, shape): (3, ...) samples, weight, loss times weight}
+        self._sums: dict[tuple[int, tuple[int, ...]], Any] = {}
         self._losses = 0  # losses of this batch so far that asked for the window's sums
 
     def begin(self, size: int = 1, parts: int = 1) -> None:
@@ -63,7 +64,7 @@ class EvalWindow:
         return keras.ops.cast((total(after) - total(before)) / samples, value.dtype)
 
     def batch_mean(self, value: Any) -> tuple[Any, Any]:
-        """Return what to add to the sum of global batches' means, and to their number. ``value``: the batch's mean."""
+        """Return what to add to the sum of global batches' means, and to their number. ``value``: the batch's means."""
         samples = keras.ops.cast(self.samples, "float64")
         _, before, after = self._add(samples * value, keras.ops.ones_like(value))
         begins = keras.ops.cast(tensor_of(self._place) == 0, "float64")
@@ -72,16 +73,18 @@ class EvalWindow:
         return means[1] - means[0], begins
 
     def _add(self, *values: Any) -> tuple[Any, Any, Any]:
-        """Add ``values`` to the window; return (samples of this batch, sums before, sums after)."""
-        while len(self._sums) <= self._losses:
+        """Add ``values``, of one shape, to the window; return (samples of this batch, sums before, sums after)."""
+        shape = (3, *values[0].shape)
+        key = self._losses, shape
+        if key not in self._sums:
             with self._backend.lifted():
-                self._sums.append(keras.Variable(np.zeros(3), trainable=False, dtype="float64", name="scores"))
-        sums = self._sums[self._losses]
+                self._sums[key] = keras.Variable(np.zeros(shape), trainable=False, dtype="float64", name="scores")
+        sums = self._sums[key]
         self._losses += 1
         samples = keras.ops.cast(self.samples, "float64")
         # The first batch of a window begins with zeros, whatever the last window left.
-        before = keras.ops.where(tensor_of(self._place) > 0, tensor_of(sums), keras.ops.zeros((3,), "float64"))
-        after = before + keras.ops.stack([samples, *values])
+        before = keras.ops.where(tensor_of(self._place) > 0, tensor_of(sums), keras.ops.zeros(shape, "float64"))
+        after = before + keras.ops.stack([keras.ops.broadcast_to(samples, shape[1:]), *values])
         sums.assign(after)
         return samples, before, after
 

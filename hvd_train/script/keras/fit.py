@@ -369,8 +369,13 @@ class DistributedFit:
             return
         if losses.needs_probe(self.model) or metrics.needs_probe(self.model):
             batch = first_of(call["x"], call["y"], call["sample_weight"])
+            before = losses.opaque_kinds(self.model)
             metrics.probe(self.model, self.world, *losses.probe(self.model, batch, self.world))
-            self.state.trace_again()  # test_on_batch may have traced the losses as means
+            kinds = losses.opaque_kinds(self.model)
+            if kinds != before or "unknown" not in kinds:
+                self.state.trace_again()  # test_on_batch may have traced the losses as means
+            if "unknown" in kinds:  # the next call may show it
+                return
         self._probed = True
 
     def _uncut(self) -> bool:

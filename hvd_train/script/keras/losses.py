@@ -8,11 +8,12 @@ are those of one process. A plain mean needs no correction, and costs nothing.
 from __future__ import annotations
 
 import json
-import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvd_train.errors import ConfigError
 from hvd_train.launch.environment import world
@@ -42,12 +43,13 @@ class DistributedLoss:
 
     def __init__(self, loss: Any, reduction: Reduction) -> None:
         self.loss, self.kind, self.probing = loss, "mean", False
+        self.opaque = False  # whether the loss reduces by itself, so that ``kind`` matters
         self._reduction, self._warned = reduction, False
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         values, value = self._observed(y_true, y_pred, sample_weight)
         # A number, or values that we cannot observe: the loss has reduced them itself.
-        opaque = values is None or tuple(values.shape) == ()
+        self.opaque = opaque = values is None or tuple(values.shape) == ()
         masked = not opaque and (_mask(y_pred) is not None or _mask(values) is not None)
         by_weight = self.loss.reduction == "mean_with_sample_weight"
         if self.probing:
@@ -198,47 +200,101 @@ def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any,
     messages = communicator.allgather_bytes(json.dumps([s.kind for s in losses]).encode())
     everyone = [json.loads(part) for part in messages]
     for loss, kinds in zip(losses, zip(*everyone, strict=True), strict=True):
-        # Ranks used different samples: take the most certain answer; mean on one and sum on another is neither.
-        loss.kind = max(kinds, key=KINDS.index)
-        if {"mean", "sum"} <= set(kinds):
-            loss.kind = "neither"
+        loss.kind = agreed(kinds)
         if loss.kind == "neither" and communicator.rank == 0:
             what = f"the loss {loss.loss.name} is neither a mean nor a sum over samples: ranks compute it for their own"
             fix = "return one value per sample to get their mean"
             warnings.warn(f"{what}, so it is not the loss of the global batch ({fix})", stacklevel=2)
+        if loss.opaque and loss.kind == "unknown" and communicator.rank == 0:
+            what = f"the loss {loss.loss.name} is 0 or not a number for the first samples: it is taken as their mean"
+            fix = "return one value per sample to get their mean"
+            warnings.warn(f"{what}, and would be wrong if it is a sum ({fix})", stacklevel=2)
     return y, predicted, weight
+
+
+def opaque_kinds(model: Any) -> list[str]:
+    """Return the kinds of the losses that reduce by themselves, as far as ``probe`` has found them."""
+    owner = model._compile_loss
+    entries = owner._flat_losses if owner is not None and owner.built else []
+    return [entry.loss.kind for entry in entries if entry.loss.opaque]
 
 
 def kind_over_samples(loss: Any, *batch: Any) -> str:
     """Classify ``loss``, a function of a batch, by its values on a whole batch and on two parts of it."""
-    count = int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
-    if count < 2:
-        return "unknown"
-    at = count // 2 + (count > 2)  # parts of unequal lengths
-
-    def rows_of(a: Any, rows: slice) -> Any:
-        if a is None:
-            return None
-        part_rows = a[rows]
-        if _mask(a) is not None:
-            part_rows._keras_mask = _mask(a)[rows]
-        return part_rows
-
-    def part(rows: slice) -> float:
-        return float(keras.ops.sum(loss(*keras.tree.map_structure(lambda a: rows_of(a, rows), batch))))
-
-    whole = loss(*batch)
     try:
-        first, last, both = part(slice(0, at)), part(slice(at, None)), float(keras.ops.sum(whole))
+        (whole, first, last), share = whole_and_parts(loss, *batch)
+        first, last, both = (float(keras.ops.sum(x)) for x in (first, last, whole))
     except Exception:  # it may need pairs of samples or a fixed batch size
         return "neither"
     # On PyTorch Keras 3.15 computes some losses in 32 bits, whatever dtype they return.
-    bound = (1e-2 if "16" in keras.backend.standardize_dtype(whole.dtype) else 1e-5) * (abs(first) + abs(last))
-    if not math.isfinite(both) or both == first == last == 0:
+    return kind_of_parts(
+        both, first, last, share, 1e-2 if "16" in keras.backend.standardize_dtype(whole.dtype) else 1e-5
+    )
+
+
+def kind_of_parts(whole: Any, first: Any, last: Any, share: float, bound: float) -> str:
+    """Classify numbers, or arrays, of a batch and of its parts; ``share``: of the samples in the first part."""
+    if not np.all(np.isfinite(whole)) or not (np.any(whole) or np.any(first) or np.any(last)):
         return "unknown"  # if only a part is NaN, such as a mean over no samples, it is neither
-    if abs(both - (at * first + (count - at) * last) / count) <= bound:
+    bound *= np.max(np.abs(first) + np.abs(last))  # small entries of an array may be rounding errors
+    if np.all(np.abs(whole - (share * first + (1 - share) * last)) <= bound):
         return "mean"
-    return "sum" if abs(both - first - last) <= bound else "neither"
+    return "sum" if np.all(np.abs(whole - first - last) <= bound) else "neither"
+
+
+def agreed(kinds: Sequence[str]) -> str:
+    """Return the most certain of the ranks' answers, which saw different samples; mean and sum make neither."""
+    return "neither" if {"mean", "sum"} <= set(kinds) else max(kinds, key=KINDS.index)
+
+
+def whole_and_parts(function: Any, *batch: Any) -> tuple[tuple[Any, Any, Any], float]:
+    """Return what ``function`` gives for a batch and for two parts of it, and the first part's share of samples.
+
+    ``batch``: labels, predictions, and perhaps weights.
+    """
+    if _samples(batch) == 1:
+        batch = _two_of(*batch)
+    count = _samples(batch)
+    at = count // 2 + (count > 2)  # parts of unequal lengths
+
+    def part(rows: slice) -> Any:
+        return function(*keras.tree.map_structure(lambda a: _rows(a, rows), batch))
+
+    return (function(*batch), part(slice(0, at)), part(slice(at, None))), at / max(count, 1)
+
+
+def _samples(batch: Any) -> int:
+    return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
+
+
+def _rows(a: Any, rows: slice) -> Any:
+    if a is None:
+        return None
+    part = a[rows]
+    if _mask(a) is not None:
+        part._keras_mask = _mask(a)[rows]
+    return part
+
+
+def _two_of(y_true: Any, y_pred: Any, *weights: Any) -> tuple[Any, ...]:
+    """Return a batch of two samples: the only one of this batch, and the same with half the predictions.
+
+    Two equal samples would not do: the root of their mean is that of one, as if it were a mean over samples.
+    """
+
+    def half(a: Any) -> Any:
+        return a / 2 if "float" in keras.backend.standardize_dtype(a.dtype) else a
+
+    def joined(a: Any, b: Any) -> Any:
+        if a is None:
+            return None
+        both = keras.ops.concatenate([a, b])
+        if _mask(a) is not None:
+            both._keras_mask = keras.ops.concatenate([_mask(a), _mask(a)])
+        return both
+
+    first = (y_true, y_pred, *weights)
+    return keras.tree.map_structure(joined, first, (y_true, keras.tree.map_structure(half, y_pred), *weights))
 
 
 def _mask(x: Any) -> Any:

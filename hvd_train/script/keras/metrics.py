@@ -1,26 +1,29 @@
 """Correct metrics that Keras averages over batches, where a batch is only a rank's part of a global one.
 
-These are the losses of several outputs, functions that return one number for a batch, and means in a user's
-``train_step``. Keras gives every batch equal weight, whatever its size. Law: each rank's value is weighted by its share
-of the global batch's samples, so that the sums over ranks are those of one process. Functions with a value for each
-sample need no correction.
+These are the losses of several outputs, functions and losses that return one number for a batch, classes that count
+batches, and means in a user's ``train_step``. Keras gives every batch equal weight, whatever its size. Law: each rank's
+value is weighted by its share of the global batch's samples, so that the sums over ranks are those of one process.
+Functions with a value for each sample, and classes that add up over samples, need no correction.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import keras
 import numpy as np
 
 from hvd_train.protocol import Communicator, allgather_json
+from hvd_train.script.keras.eval_window import tensor_of
 from hvd_train.script.keras.gradients import Reduction
-from hvd_train.script.keras.losses import KINDS, kind_over_samples
+from hvd_train.script.keras.losses import KINDS, TOGETHER, agreed, kind_of_parts, kind_over_samples, whole_and_parts
 from hvd_train.script.keras.model_state import to_numpy
 from hvd_train.script.keras.patches import Patches
 
 FIX = "return one value per sample to get their mean"
+SUMS_FIX = "keep sums and counts of samples in its variables, and divide in result()"
 
 
 class BatchMean:
@@ -48,6 +51,79 @@ class BatchMean:
             _add(metric, values, self._reduction)
 
 
+class BatchSums:
+    """Replaces ``update_state`` of a user's class, some of whose variables may add up means over batches.
+
+    ``kinds``: how each variable's growth by a batch combines samples, as found by ``probe``; empty before.
+    """
+
+    def __init__(self, metric: Any, reduction: Reduction) -> None:
+        self.metric, self._reduction = metric, reduction
+        self._update = metric.update_state
+        self.kinds: list[str] = []
+        self.probing = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self.probing:
+            self.kinds = self._kinds(*args, **kwargs)
+        counted = self.counted()
+        before = [keras.ops.copy(tensor_of(v)) for v in counted]
+        self._update(*args, **kwargs)
+        if counted and not self.probing:
+            self._weigh(counted, before)
+
+    def counted(self) -> list[Any]:
+        """Return the variables that grow by one mean, or one number, a batch."""
+        floats = all("float" in v.dtype for v, kind in self._pairs() if kind == "mean")
+        # What is no mean over samples counts with the batches, if the metric counts them.
+        kinds = ("mean", "neither", "unknown") if "mean" in self.kinds and floats else ()
+        return [v for v, kind in self._pairs() if kind in kinds and "float" in v.dtype]
+
+    def wrong(self) -> bool:
+        """Return whether ``result`` is not that of one process."""
+        means = [v for v, kind in self._pairs() if kind == "mean"]
+        return "neither" in self.kinds or len(means) > len(self.counted())
+
+    def _pairs(self) -> list[tuple[Any, str]]:
+        return list(zip(self.metric.variables, self.kinds, strict=True)) if self.kinds else []
+
+    def _weigh(self, counted: list[Any], before: list[Any]) -> None:
+        """Replace what the batch has added to the variables by this rank's part of the global batch's mean."""
+        grown = [
+            keras.ops.cast(tensor_of(v), "float64") - keras.ops.cast(x, "float64")
+            for v, x in zip(counted, before, strict=True)
+        ]
+        for v, x in zip(counted, before, strict=True):
+            v.assign(x)
+
+        def add(total: Any, count: Any) -> None:
+            start = 0
+            for v in counted:
+                size = int(np.prod(v.shape))
+                v.assign_add(keras.ops.cast(keras.ops.reshape(total[start : start + size], v.shape), v.dtype))
+                start += size
+
+        flat = keras.ops.concatenate([keras.ops.reshape(x, (-1,)) for x in grown])
+        self._reduction.batch_mean(keras.ops.stop_gradient(flat), add)
+
+    def _kinds(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> list[str]:
+        metric = self.metric
+
+        def grown(*batch: Any) -> list[np.ndarray]:
+            metric.reset_state()
+            start = [to_numpy(v).astype(np.float64) for v in metric.variables]
+            self._update(*batch[:2], sample_weight=batch[2])
+            return [to_numpy(v).astype(np.float64) - x for v, x in zip(metric.variables, start, strict=True)]
+
+        try:
+            (whole, first, last), share = whole_and_parts(grown, y_true, y_pred, sample_weight)
+        except Exception:  # it may need pairs of samples or a fixed batch size
+            return ["neither"] * len(metric.variables)
+        dtypes = [str(x.dtype) for x in keras.tree.flatten(y_pred)] + [str(v.dtype) for v in metric.variables]
+        bound = 1e-2 if any("float16" in x for x in dtypes) else 1e-4
+        return [kind_of_parts(*parts, share, bound) for parts in zip(whole, first, last, strict=True)]
+
+
 def share_means(model: Any, reduction: Reduction, patches: Patches, main: bool) -> None:
     """Patch the metrics of ``model`` that count batches, as soon as Keras has built them.
 
@@ -60,9 +136,11 @@ def share_means(model: Any, reduction: Reduction, patches: Patches, main: bool) 
             patches.put(tracker, "update_state", _tracking(tracker, reduction))
 
     def put_metrics() -> None:
-        for metric in metrics.metrics:
+        for metric in {id(x): x for x in metrics.metrics}.values():
             if _is_function(metric):
                 patches.put(metric, "update_state", BatchMean(metric, reduction))
+            elif _is_own(metric):
+                patches.put(metric, "update_state", BatchSums(metric, reduction))
             elif main and getattr(metric, "_fn_kwargs", {}).get("axis") == 0:
                 # Keras' correlations over the samples of a batch.
                 what = f"the metric {metric.name} with axis=0 compares the samples of a batch"
@@ -87,7 +165,8 @@ def counts_batches(model: Any) -> bool:
     else:
         several = len(getattr(model, "outputs", None) or (None, None)) > 1  # None: unknown before the first batch
     user_step = not str(type(model).test_step.__module__).startswith("keras.")
-    return several or user_step or len(_means(model)) > 1 or bool(functions(model))
+    own = any(each.counted() for each in _put(model, BatchSums))
+    return several or user_step or len(_means(model)) > 1 or bool(functions(model)) or own
 
 
 def _means(model: Any) -> list[Any]:
@@ -112,11 +191,22 @@ def _is_own(metric: Any) -> bool:
 
 
 def functions(model: Any) -> list[Any]:
-    """Return the user's functions among the metrics of ``compile``."""
+    """Return the functions among the metrics of ``compile`` that may return one number for a batch."""
     metrics = _given(model)
     callables = [x for x in metrics if callable(x) and not isinstance(x, keras.metrics.Metric)]
-    callables += [x._fn for x in metrics if _is_function(x)]
-    return [x for x in callables if not str(getattr(x, "__module__", "")).startswith("keras.")]
+    return [x for x in callables if _may_reduce(x)] + [x._fn for x in metrics if _is_function(x)]
+
+
+def _may_reduce(function: Any) -> bool:
+    """Return whether it is the user's, or one of Keras that gives a batch one number, as losses do."""
+    keras_own = str(getattr(function, "__module__", "")).startswith("keras.")
+    return not keras_own or isinstance(function, keras.losses.Loss) or function in TOGETHER
+
+
+def _put(model: Any, kind: Any) -> list[Any]:
+    """Return what ``share_means`` has put into the metrics of ``compile``, of this class."""
+    metrics = {id(x): x for x in getattr(model._compile_metrics, "metrics", ())}.values()
+    return [x for x in (vars(m).get("update_state") for m in metrics) if isinstance(x, kind)]
 
 
 def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
@@ -128,25 +218,39 @@ def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
     if owner is None or not needs_probe(model):
         return
     owner.update_state(*batch)  # builds it, if it was not built before
-    means = [x for x in (vars(m).get("update_state") for m in owner.metrics) if isinstance(x, BatchMean)]
-    for each in means:
+    means, classes = _put(model, BatchMean), _put(model, BatchSums)
+    for each in classes:
+        each.kinds = []  # of an earlier probe
+    owner.reset_state()
+    names = _without_sums(owner, *batch)
+    for each in (*means, *classes):
         each.probing = True
     try:
         owner.update_state(*batch)
     finally:
-        for each in means:
+        for each in (*means, *classes):
             each.probing = False
         # The probe has counted its samples: reset, because they are trained on later.
         owner.reset_state()
-    everyone = allgather_json(communicator, [[x.kind for x in means], _without_sums(owner, *batch)])
-    for name in sorted({name for _, names in everyone for name in names} if communicator.rank == 0 else ()):
-        what = f"the variables of the metric {name} are no sums over samples, so its value over all ranks is wrong"
-        warnings.warn(f"{what} (keep sums and counts in them, and divide in result())", stacklevel=2)
-    for each, kinds in zip(means, zip(*(kinds for kinds, _ in everyone), strict=True), strict=True):
+    everyone = allgather_json(communicator, [[x.kind for x in means], names, [x.kinds for x in classes]])
+    without_sums = {name for _, names, _ in everyone for name in names}
+    for each, kinds in zip(means, zip(*(kinds for kinds, _, _ in everyone), strict=True), strict=True):
         each.kind = max(kinds, key=KINDS.index)
-        if each.kind in ("sum", "neither") and communicator.rank == 0:
-            what = f"the metric {each.metric.name} is not a mean over the samples of a batch"
-            warnings.warn(f"{what}: each rank computes it for its own part of a batch ({FIX})", stacklevel=2)
+    for each, ranks in zip(classes, zip(*(kinds for _, _, kinds in everyone), strict=True), strict=True):
+        known = each.metric.name in without_sums
+        each.kinds = [] if known else [agreed(kinds) for kinds in zip(*ranks, strict=True)]
+    if communicator.rank == 0:
+        _warn(without_sums, means, classes)
+
+
+def _warn(without_sums: Collection[str], means: list[BatchMean], classes: list[BatchSums]) -> None:
+    for name in sorted(without_sums):
+        what = f"the variables of the metric {name} are no sums over samples, so its value over all ranks is wrong"
+        warnings.warn(f"{what} (keep sums and counts in them, and divide in result())", stacklevel=3)
+    wrong = [(x.metric.name, FIX) for x in means if x.kind in ("sum", "neither")]
+    for name, fix in wrong + [(x.metric.name, SUMS_FIX) for x in classes if x.wrong()]:
+        what = f"the metric {name} is not a mean over the samples of a batch"
+        warnings.warn(f"{what}: each rank computes it for its own part of a batch ({fix})", stacklevel=3)
 
 
 def _without_sums(owner: Any, *batch: Any) -> list[str]:
@@ -164,8 +268,7 @@ def _without_sums(owner: Any, *batch: Any) -> list[str]:
 
 
 def _is_function(metric: Any) -> bool:
-    wrapped = type(metric) is keras.metrics.MeanMetricWrapper
-    return wrapped and not str(getattr(metric._fn, "__module__", "")).startswith("keras.")
+    return type(metric) is keras.metrics.MeanMetricWrapper and _may_reduce(metric._fn)
 
 
 def _tracking(tracker: Any, reduction: Reduction) -> Any:

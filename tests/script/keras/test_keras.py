@@ -233,11 +233,15 @@ def test_a_loss_that_cannot_be_joined_is_named(results):
             (line,) = first[f"own/{name}"]
             assert line.startswith(f"the loss {name} is neither a mean nor a sum over samples")
         assert not any(rank[f"own/{name}"].size for rank in (first, second) for name in ("own_mean", "own_sum"))
-        (line,) = first["own/correlation"]
+        (line,) = first["own/zero"]
+        assert line.startswith("the loss summed_squares is 0 or not a number for the first samples")
+        assert not any(told.size for told in (first["own/sample"], second["own/sample"], second["own/zero"]))
+        line, dice = first["own/correlation"]
         assert line.startswith("the metric pearson_correlation with axis=0") and not second["own/correlation"].size
-        maximum, line = first["own/metrics"]
+        maximum, *lines = first["own/metrics"]
         assert maximum.startswith("the variables of the metric largest are no sums over samples")
-        assert line.startswith("the metric recall_of_classes is not a mean over the samples of a batch")
+        for name, line in zip(["dice", "recall_of_classes", "log", "whole"], [dice, *lines], strict=True):
+            assert line.startswith(f"the metric {name} is not a mean over the samples of a batch")
 
 
 @BACKENDS

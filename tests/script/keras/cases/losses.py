@@ -121,6 +121,30 @@ class Share(keras.metrics.Mean):
         return super().update_state(keras.ops.cast(y > 4, "float64"), sample_weight)
 
 
+class BatchError(keras.metrics.Metric):
+    """The mean over batches of what ``of`` makes of a batch's errors (classes,)."""
+
+    def __init__(self, of=lambda errors: errors, dtype=None, name="batch_error"):
+        super().__init__(name=name)
+        self.of, self.errors = of, self.add_weight(shape=(10,), name="errors", initializer="zeros")
+        self.batches = self.add_weight(name="batches", initializer="zeros", dtype=dtype)
+
+    def update_state(self, y, predicted, sample_weight=None):
+        labels = keras.ops.one_hot(keras.ops.cast(keras.ops.reshape(y, (-1,)), "int32"), 10)
+        self.errors.assign_add(self.of(keras.ops.mean((predicted - labels) ** 2, 0)))
+        self.batches.assign_add(1)
+
+    def result(self):
+        return keras.ops.mean(self.errors) / keras.ops.cast(self.batches, self.errors.dtype)
+
+
+class BatchShare(keras.metrics.Mean):
+    """The mean over batches of their share of labels above 4."""
+
+    def update_state(self, y, predicted, sample_weight=None):
+        return super().update_state(keras.ops.mean(keras.ops.cast(y > 4, "float64")))
+
+
 def own_losses():
     """Functions that give one number for a batch: a mean, a sum, and what is neither, which is told, as are losses that
     compare the samples of a batch."""
@@ -140,19 +164,42 @@ def own_losses():
             results |= {f"{loss.__name__}/{k}": v for k, v in trained(model, history).items()}
     results["own/correlation"] = np.array(told_correlation())
     results["own/metrics"] = np.array(told_metrics())
+    results |= one_a_rank()
     return results | {f"batches/{k}": v for k, v in own_batches().items()}
 
 
+def summed_squares(y, predicted):
+    return keras.ops.sum(predicted**2) / 100
+
+
+def one_a_rank():
+    """A sum with one sample a rank, after evaluations of one sample, and of one for which it is 0."""
+    x, y = digits(12)
+    results = {}
+    for name, first in {"sample": x[:1], "zero": 0 * x[:1]}.items():
+        keras.utils.set_random_seed(3)
+        model = network()
+        model.compile(SGD(0.02), summed_squares)
+        hk.distribute(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.evaluate(first, y[:1], verbose=0)
+            history = fit(model, x, y, batch_size=2 // hk.size(), epochs=1, validation_data=(x, y))
+        results |= {f"{name}/{k}": v for k, v in trained(model, history).items()}
+        results[f"own/{name}"] = np.array([str(w.message) for w in caught if "the loss" in str(w.message)])
+    return results
+
+
 def told_correlation():
-    """The warnings of a metric of Keras over the samples of a batch."""
+    """The warnings of a metric and of a loss of Keras over the samples of a batch."""
     model = network()
-    model.compile(SGD(0.02), "mse", metrics=["accuracy", keras.metrics.PearsonCorrelation(axis=0)])
+    model.compile(SGD(0.02), "mse", metrics=["accuracy", keras.metrics.PearsonCorrelation(axis=0), keras.losses.Dice()])
     hk.distribute(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         x, y = digits()
         fit(model, x, keras.utils.to_categorical(y, 10), epochs=1)
-    return [str(w.message) for w in caught if "axis=0" in str(w.message)]
+    return [str(w.message) for w in caught if "the metric" in str(w.message)]
 
 
 def told_metrics():
@@ -162,7 +209,13 @@ def told_metrics():
         return cross_entropy(reduction=None)(y, predicted)
 
     model = network()
-    model.compile(SGD(0.02), cross_entropy(), metrics=[recall_of_classes, error, Largest(), Share()])
+    batches = [
+        BatchError(),
+        BatchError(keras.ops.log, name="log"),
+        BatchError(dtype="int32", name="whole"),
+        BatchShare(),
+    ]
+    model.compile(SGD(0.02), cross_entropy(), metrics=[recall_of_classes, error, Largest(), Share(), *batches])
     hk.distribute(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 import hvd_train.keras as hk
-from tests.script.keras.cases.losses import reader, sequences
+from tests.script.keras.cases.losses import BatchError, BatchShare, reader, sequences
 from tests.script.keras.cases.models import (
     BATCH,
     COUNT,
@@ -111,13 +111,15 @@ def outputs():
     one_loss |= {"steps_per_execution": 3} if TENSORFLOW else {}
     words, tags = sequences()
     masked = {"loss": [cross_entropy(), "mae"], "metrics": [["accuracy"], ["mse"]], "loss_weights": [1.0, 0.3]}
+    wrapper = type("Wrapper", (keras.metrics.MeanMetricWrapper,), {})
+    of_batches = [own_error, cross_entropy(name="loss_object"), BatchError(), BatchShare(), wrapper(own_error)]
     ways = {
         "dict": (heads(dict), by_name, x, both, {"a": weight, "b": weight[::-1]}),
         "list": (heads(pair), in_order, x, [y, x[:, 30:31]], None),
         "one": (heads(pair), one_loss, x, [x[:, :10], x[:, 30:31]], weight),
         "masked": (texts(pair), masked, words, [tags, x[:, :4]], None),
         "eager": (heads(dict), by_name | {"run_eagerly": True}, x, both, None),
-        "single": (network(), {"loss": cross_entropy(), "metrics": [own_error, "accuracy"]}, x, y, None),
+        "single": (network(), {"loss": cross_entropy(), "metrics": [*of_batches, "accuracy"]}, x, y, None),
     }
     for name, (model, options, inputs, targets, weights) in ways.items():
         keras.utils.set_random_seed(3)

@@ -103,7 +103,7 @@ class Pass:
     def __next__(self) -> Any:
         training = torch.is_grad_enabled()
         # Before the next batch: other ranks may still process parts of this one.
-        global _newest, _quiet
+        global _newest, _quiet, _decided, _settled
         if training and leaving and any(p in (self, _last) for p in uneven()):
             leaving()
         if training and shares.steps() > self._steps:
@@ -130,7 +130,7 @@ class Pass:
         if watch:
             batch = watch(self, batch, training)
         self._fresh += 1
-        self.new = True
+        self.new, _decided, _settled = True, None, False
         if self._batch:
             self._most = max(self._most, shares.steps() - self._begun)
         self._begun = shares.steps()
@@ -259,6 +259,7 @@ class Pass:
         global _last
         if self._ahead == 1 and self.lengths and not self.new:
             self._ahead, self._fresh, self.new, self.over = 0, 1, True, True
+            self._begun = shares.steps()
         if self.new and self.home:
             _last = self
             _open.add(self)
@@ -298,6 +299,8 @@ def _forget_last() -> None:
     """Close the pass that was left open: a training batch has come, to which the next exchange belongs."""
     global _last
     if _last is not None:
+        if _last.over and _last.new and _last.ends_uneven and _before is None:  # its first batch was left out
+            _warn_of_uncertain_batch(_rank)
         _open.discard(_last)
     _last = None
 
@@ -432,9 +435,12 @@ def in_use() -> list[Pass]:
     left before the step of its last batch.
     """
     left = _newest if sys.getrefcount(_newest) <= 2 else None  # one reference is that of this module, one the call's
-    passes = [p for p in _open if p.home and p is not left]
-    if passes:
-        return [p for p in passes if p.new] or [p for p in passes if p.used] or passes
+    passes = [p for p in _open if p.home and p is not left and p is not _last]
+    ended = [] if _last is None else [_last]
+    if found := [p for p in passes if p.new] or [p for p in ended if p.over]:
+        return found
+    if passes or ended:
+        return [p for p in passes if p.used] or passes or ended
     quiet, gone = ([p] if p is not None and p.home else [] for p in (_quiet, left))
     return [p for p in (*quiet, *gone) if p.new][:1] or quiet
 
@@ -456,14 +462,14 @@ def averaged() -> float:
     All ranks call it. If the batch is not known by the order of batches and exchanges, and its lengths are not the same
     in all cases, each rank tells which of them fit the inputs of its models; the one that fits everywhere is taken.
     """
-    global _decided, _settled, _newest, _before
+    global _decided, _settled, _newest, _last, _before
     if _summed:
         warn_of_divided_loss()
     if _settled:  # another model in the same backward pass
         return weight()
     for one in [one for one in _open if one.used_up]:
         _open.discard(one)
-        _newest = None if _newest is one else _newest
+        _newest, _last = (None if each is one else each for each in (_newest, _last))
     _settled, passes = True, in_use()
     if passes:
         possible = set[Counts]().union(*(p.possible for p in passes))
@@ -556,7 +562,7 @@ def accumulated() -> None:
             if p.new:
                 p.trained()
             p.used, p.new = p.new, False
-        if _last is not None:
+        if _last is not None and not _last.over:
             _open.discard(_last)
             _last = None
         _follow_inputs()

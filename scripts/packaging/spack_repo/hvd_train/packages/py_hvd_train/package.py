@@ -26,7 +26,7 @@ class PyHvdTrain(PythonPackage):
     depends_on("py-patch-ng", type="build")
     depends_on("py-setuptools@64:79", type="build")
 
-    depends_on("python@3.11:3.12", type=("build", "run"))
+    depends_on("python@3.11:3.13", type=("build", "run"))
     with default_args(type="run"):
         depends_on("py-numpy")
         depends_on("py-pydantic@2:")

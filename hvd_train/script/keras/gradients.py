@@ -182,7 +182,7 @@ class Reduction:
         # (HEAD + 1 + variables,) float64: the step's numbers, stop, used
         head = keras.ops.concatenate([numbers, keras.ops.stack([tensor_of(self.stop)]), used])
         *dense, head = self._backend.dense([*local, head])
-        joined, sums = self._backend.awaited([*dense, head], lambda: self._joined(dense, head, by_rows))
+        joined, sums = self._backend.awaited([*dense, head], lambda: self._joined(dense, head, numbers, by_rows))
         pairs = zip(self._exchange.from_buckets(joined), self._kinds, strict=True)
         reduced = [keras.ops.cast(x, kind) for x, kind in pairs]
         if self._overwritten:
@@ -191,7 +191,7 @@ class Reduction:
         if self._backend.eager():  # in a graph all ranks run the same; eagerly, the variables used may differ
             known = keras.ops.convert_to_numpy(sums)
             there = [n > 0 for n in known[HEAD + 1 :]]
-            if self._doubtful(known, head) and not self._rank:
+            if self._doubtful(known, numbers) and not self._rank:
                 warn_of_unknown_batch()
         return [reduced[i] if there[i] else None for i in positions]
 
@@ -209,41 +209,42 @@ class Reduction:
             reduced[i] = keras.ops.cast(keras.ops.reshape(part, self.variables[i].shape), self._kinds[i])
             start += x.shape[0]
 
-    def _doubtful(self, sums: Any, head: Any) -> Any:
+    def _doubtful(self, sums: Any, own: Any) -> Any:
         """Return whether the step may belong to another batch, and ranks' parts of a batch have differed."""
-        differ = keras.ops.abs(sums[KINDS] - self._size * head[KINDS]) > 1e-9
+        differ = keras.ops.abs(sums[KINDS] - self._size * own[KINDS]) > 1e-9
         return keras.ops.logical_and(sums[DOUBT] > 0, differ)
 
     def _all_fit(self, sums: Any) -> Any:
         """Return whether the inputs of all ranks have as many rows as one of their batches."""
         return sums[FIT] > self._size - 0.5
 
-    def _weight(self, head: Any, sums: Any) -> Any:
+    def _weight(self, own: Any, sums: Any) -> Any:
         """Return this rank's weight in the step. In a graph a rank waits for the others only if it depends on them."""
-        by_rows = lambda: keras.ops.where(self._all_fit(sums), head[ROWS], head[0])  # noqa: E731
-        return keras.ops.cond(_depends(head), by_rows, lambda: keras.ops.copy(head[0]))
+        by_rows = lambda: keras.ops.where(self._all_fit(sums), own[ROWS], own[0])  # noqa: E731
+        return keras.ops.cond(_depends(own), by_rows, lambda: keras.ops.copy(own[0]))
 
-    def _joined(self, dense: list[Any], head: Any, by_rows: bool) -> tuple[list[Any], Any]:
+    def _joined(self, dense: list[Any], head: Any, own: Any, by_rows: bool) -> tuple[list[Any], Any]:
         """Return (flat gradients, sums over ranks of: ``_numbers_of_step``, stop, having a gradient of tensor 0, ...).
 
-        ``by_rows``: whether the step's weight may be the number of the inputs' rows.
+        ``own``: this rank's numbers, as PyTorch's transfer overwrites ``head``. ``by_rows``: whether the step's weight
+        may be the number of the inputs' rows.
         """
         # Sent first, so that these few numbers arrive before the gradients.
         sent = self._communicator.allreduce_async(head, "keras.counts")
         flats = self._exchange.to_buckets([self._as_sent(i, g) for i, g in enumerate(dense)])
         # Uncompressed gradients are sent at once, weighted by n_r / b; see the top of this file.
-        waits = by_rows and (not self._backend.eager() or bool(_depends(head)))
+        waits = by_rows and (not self._backend.eager() or bool(_depends(own)))
         sums = self._communicator.synchronize(sent) if waits else None
-        started = self._start(flats, head[0] if sums is None else self._weight(head, sums)) if self._whole else []
+        started = self._start(flats, own[0] if sums is None else self._weight(own, sums)) if self._whole else []
         sums = self._communicator.synchronize(sent) if sums is None else sums
         self.stopped.assign(sums[HEAD])
         total = keras.ops.where(self._all_fit(sums), sums[ROWS], sums[0])
         self.present.assign(total)
         if not self._backend.eager():
-            Reduction.doubts.assign_add(keras.ops.cast(self._doubtful(sums, head), "float64"))
+            Reduction.doubts.assign_add(keras.ops.cast(self._doubtful(sums, own), "float64"))
         if self._whole:
             return _times(self._finish(started), self._size / total), sums
-        return self._finish(self._start(flats, self._weight(head, sums) / total)), sums
+        return self._finish(self._start(flats, self._weight(own, sums) / total)), sums
 
     def of_others(self, compressor: Compressor, communicator: Communicator) -> Callable[[list[Any]], Reduction]:
         """Return a function that makes a reduction for another optimizer's variables, in the same steps.
@@ -354,9 +355,9 @@ class Reduction:
         return joined
 
 
-def _depends(head: Any) -> Any:
+def _depends(own: Any) -> Any:
     """Return whether this rank's weight depends on the inputs of the others."""
-    return keras.ops.logical_and(head[FIT] > 0, keras.ops.abs(head[ROWS] - head[0]) > 1e-12)
+    return keras.ops.logical_and(own[FIT] > 0, keras.ops.abs(own[ROWS] - own[0]) > 1e-12)
 
 
 def _times(flats: list[Any], factor: Any) -> list[Any]:

@@ -141,8 +141,9 @@ def taken(graph=False):
             results |= {f"{run.__name__} {k}": v for k, v in trained(model).items()}
         assert not [w for w in warned if "not known" in str(w.message)]
         taken = iter(batches())  # a loop that is not left: the last batch, or other data
-        for part in (*(next(taken) for _ in range(3)), other):
-            step(part)
+        for _ in range(3):
+            step(next(taken))
+        step(other)
     told = [str(w.message) for w in warned if "not known" in str(w.message)]
     return results | {"own/told": np.array(told)}
 

@@ -11,7 +11,8 @@ from hvd_train.protocol import Communicator
 from hvd_train.script.pytorch.gradient_memory import GradientMemory
 
 WHERE = "ht.distribute(average=False)"
-CHECK = -1  # sent with the numbers of tensors: this rank requests a comparison of weights
+# Sent with the numbers of tensors: this rank requests a comparison of weights; see ``pass_flags.LENGTHS``.
+CHECK, LENGTHS = -1, -2
 
 
 def replaced_sum(by: str) -> ConfigError:
@@ -43,19 +44,19 @@ class ManualGradients:
         grads = ((i, self._tensors[i].grad) for i in members)
         return [i for i, g in grads if g is not self._memory.views[i] or not self._memory.in_place(i)]
 
-    def reduce(self, members: Sequence[int], factor: float, check: bool) -> tuple[bool, bool]:
+    def reduce(self, members: Sequence[int], factor: float, check: bool, lengths: bool) -> tuple[bool, bool, bool]:
         """Sum over all ranks, times ``factor``, the gradients of ``members`` that the script has set on any rank.
 
-        All ranks call it. Returns whether any were exchanged, and whether any rank requests to ``check`` weights.
+        All ranks call it. Returns whether any were exchanged, and whether any rank sets ``check`` and ``lengths``.
         """
         # In a nested step (super().step()) the outer one has already reduced the gradients.
-        new = [i for i in members if not self._is_reduced(i)] + [CHECK] * check
+        new = [i for i in members if not self._is_reduced(i)] + [CHECK] * check + [LENGTHS] * lengths
         everyone = self._communicator.allgather_bytes(",".join(map(str, new)).encode())
         listed = {int(i) for part in everyone for i in part.decode().split(",") if i}
-        chosen = sorted(listed - {CHECK})
+        chosen = sorted(listed - {CHECK, LENGTHS})
         for dtype in dict.fromkeys(self._tensors[i].dtype for i in chosen):
             self._reduce([i for i in chosen if self._tensors[i].dtype == dtype], factor, f"{self._name}.{dtype}")
-        return bool(chosen), CHECK in listed
+        return bool(chosen), CHECK in listed, LENGTHS in listed
 
     def _reduce(self, members: Sequence[int], factor: float, name: str) -> None:
         """Sum gradients of one type in one transfer."""

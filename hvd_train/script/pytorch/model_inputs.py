@@ -33,6 +33,10 @@ class ModelInputs:
         while self._hooks and not needed:
             self._hooks.popitem()[1][1].remove()
 
+    @property
+    def watched(self) -> bool:
+        return bool(self._hooks)
+
     def gather(self, own: bytes) -> list[bytes]:
         return self._communicator.allgather_bytes(own, "lengths of inputs")
 

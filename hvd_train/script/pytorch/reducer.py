@@ -186,7 +186,8 @@ class Reducer:
     def begin(self) -> None:
         """Begin a pass of this reducer."""
         self.begun, self._nonfinite = True, False
-        self._take_weights()
+        if self._overlap:  # the first bucket may be sent soon
+            self._take_weights()
         self._overlapped.begin()
         backward.register(self)
         if self.frozen:
@@ -268,7 +269,8 @@ class Reducer:
         self._overlapped.begin()
         if self._weighs_parts:
             self._next_part()
-        self._take_weights()
+        if self._overlap:
+            self._take_weights()
         self._end()
 
     @torch.no_grad()
@@ -283,13 +285,16 @@ class Reducer:
     @torch.no_grad()
     def _end(self, failed: bool = False) -> None:
         views, flats = self._memory.views, self._memory.flats
+        if not self._overlap:  # not earlier: ranks may make unequal numbers of passes in an uneven batch
+            self._take_weights()
         self._running_stats.look_up()
         early = {i for b in self._overlapped.started for i in self._exchange.buckets[b]}
         late = {i: g for i in early if (g := self._tensors[i].grad) is not None}
         missing = [k for k, (i, p) in enumerate(self._numbered) if p.grad is None and i not in early]
         self.passes += 1
         changed = self._buffers.changed(self.passes, self._check.every) if self._buffers else []
-        self._flags.write(missing, bool(late), failed, passes.asked() != self._asked, changed)
+        check = passes.asked() != self._asked
+        self._flags.write(missing, bool(late), failed, check, self.average and passes.needs_lengths(), changed)
         if failed:
             views[0].copy_(self._flags.tensor * self._mean)
         last = self._overlapped.bucket[0]  # the flags'
@@ -315,6 +320,7 @@ class Reducer:
         if summary.late:
             self._once_more(late, set(nowhere))
         else:
+            passes.agree_on_lengths(bool(summary.lengths))
             self._end_exchanged(set(nowhere), summary.buffers, bool(summary.check))
 
     def _end_exchanged(self, nowhere: Collection[int], changed: list[float], check: bool) -> None:
@@ -382,10 +388,13 @@ class Reducer:
             return
         if not self.average:
             self._summed.check_replaced(members)
-        factor = self._mean * passes.averaged() if self.average else 1.0
-        exchanged, check = self._manual.reduce(members, factor, passes.asked() != self._asked)
+        self._weight = passes.averaged() if self.average else 1.0
+        factor = self._mean * self._weight if self.average else 1.0
+        lengths = self.average and passes.needs_lengths()
+        exchanged, check, lengths = self._manual.reduce(members, factor, passes.asked() != self._asked, lengths)
         if exchanged:
             self.passes += 1
+            passes.agree_on_lengths(lengths)
             self._after_exchange(check)
 
     def note_replaced(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -415,7 +424,7 @@ class Reducer:
 
     def global_loss(self, loss: float, total: Callable[[float], float]) -> float:
         """Return the loss over all ranks' samples. ``total`` sums a number over the ranks."""
-        return total(loss * passes.weight()) * self._mean if self.average else total(loss)
+        return total(loss * self._weight) * self._mean if self.average else total(loss)
 
     def _after_exchange(self, check: bool) -> None:
         """Record an exchange of gradients. ``check``: whether any rank requests a comparison of weights."""

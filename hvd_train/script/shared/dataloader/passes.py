@@ -39,6 +39,7 @@ _blind = False  # whether another thread reads a stream, whose lengths ranks can
 _decided: tuple[float, ...] | None = None  # all ranks' weights for the next exchange, where they had to be found out
 _settled = False  # whether that was tried
 _before: tuple[float, ...] | None = None  # what was found out last
+_gathers = True  # whether all ranks compare the lengths of inputs in the next exchange; the same on all ranks
 _rank = 0
 _asked = 0
 _summed = False  # whether ht.sum was called between an uneven batch and the exchange of its gradients
@@ -50,10 +51,14 @@ Counts = tuple[int, ...]  # each rank's number of samples in a batch
 class Inputs(Protocol):
     """The inputs of models since the last exchange: the ``lengths`` of their first and of their second dimensions.
 
-    ``follow``: say whether they are needed from now on. ``gather`` returns each rank's bytes.
+    ``follow``: say whether they are needed from now on. ``watched``: whether they are. ``gather`` returns each rank's
+    bytes.
     """
 
     lengths: tuple[set[int], set[int]]
+
+    @property
+    def watched(self) -> bool: ...
 
     def follow(self, needed: bool) -> None: ...
 
@@ -119,7 +124,8 @@ class Pass:
                 self._end()
             if unshared:
                 unshared.passed(self._joined)
-            _follow_inputs()
+            if inputs:
+                inputs.follow(bool(in_use()) and needs_lengths())
             raise
         self._batch += 1
         if training and self._batch == 1 and shares.steps() == self._steps and self._share.at_home:
@@ -184,8 +190,19 @@ class Pass:
     @property
     def possible(self) -> set[Counts]:
         """Return the lengths that the batch of the next exchange may have."""
-        plain = self._in_order and self._single_exchange and not self._ahead and self._fresh <= 1 and not self.over
-        return {*(self._lengths[-1:] if plain else self.kinds)}
+        return {*(self._lengths[-1:] if self.plain else self.kinds)}
+
+    @property
+    def plain(self) -> bool:
+        """Return whether each exchange was of the batch that was taken last."""
+        ordered = self._in_order and self._single_exchange and not self._ahead
+        return ordered and self._fresh <= 1 and not self.over
+
+    @property
+    def comes_uneven(self) -> bool:
+        """Return whether the ranks' parts of the pass's last batch will differ in length."""
+        plan = self._plan
+        return plan is not None and plan.count > 0 and len(set(plan.counts(plan.count - 1))) > 1
 
     @property
     def used_up(self) -> bool:
@@ -475,49 +492,72 @@ def averaged() -> float:
         possible = set[Counts]().union(*(p.possible for p in passes))
     else:
         possible = {(), *(one for kinds in _kinds.values() for one in kinds)}
-    equal = (1.0,) * max(map(len, possible), default=0)
-    weights = {_weights(one) if one else equal for one in possible}
-    if len(weights) == 1:
-        _decided = weights.pop()
-    elif len(passes) == 1 and not passes[0].new:  # ranks may make unequal numbers of backward passes
-        _decided = _before
-    elif weights:
-        # Data of the script's own fits no batch. After a pass that is only if batches of this pass did fit.
-        own = not passes or all(p.over for p in passes) and _before is not None
-        _decided = _before = _found(possible - {()}, equal if own else None)
-        # The order tells enough of a loop that takes one batch ahead.
-        if _decided is None and not (len(passes) == 1 and (passes[0].ahead or passes[0].over)):
-            _warn_of_uncertain_batch(_rank)
-    if _blind and not passes:
-        _warn_of_uncertain_batch(_rank)
+    known = {_weights(one or (1,) * max(map(len, possible))) for one in possible}
+    by_order = {p.weights for p in passes}
+    guess = next((tuple(*one) for one in ({*by_order}, known) if len(one) == 1), None)
+    if inputs and _gathers:
+        _decided, unknown = _found(inputs, possible, passes, guess)
+    else:
+        _decided, unknown = guess, len(known) > 1
+        if unknown and len(passes) == 1 and not passes[0].new:  # ranks may make unequal numbers of backward passes
+            _decided, unknown = _before or guess, False
+    # The order tells enough of a loop that takes one batch ahead, and in steps on data of the script's own.
+    if (unknown and not (len(passes) == 1 and (passes[0].ahead or passes[0].over))) or (_blind and not passes):
+        _warn_of_uncertain_batch(0 if inputs and not _gathers else _rank)
     return weight()
 
 
-def _found(possible: set[Counts], otherwise: tuple[float, ...] | None) -> tuple[float, ...] | None:
-    """Return all ranks' weights in the only batch that fits the inputs of all ranks; None: not known.
+def _found(
+    inputs: Inputs, possible: set[Counts], passes: list[Pass], guess: tuple[float, ...] | None
+) -> tuple[tuple[float, ...], bool]:
+    """Return all ranks' weights, the same on all ranks, and whether they may be wrong.
 
-    ``otherwise``: the weights if none fits.
+    Each rank tells which batches are possible, and which of these fit the inputs of its models. What is possible on all
+    ranks, and fits where anything fits, is taken; else what the order says (``guess``), if it says the same everywhere.
     """
-    if inputs is None:
-        return None
+    global _before
     fits: list[Counts] = []
     for lengths in inputs.lengths:  # samples are usually the first dimension
-        fits = fits or [one for one in possible if one[_rank] in lengths]
-    parts = [json.loads(part) for part in inputs.gather(json.dumps([bool(inputs.lengths[0]), fits]).encode())]
-    if not all(seen for seen, _ in parts):
-        return None
-    fitting = [{tuple(one) for one in part} for _, part in parts]
-    left = {_weights(one) for one in set.intersection(*fitting)}
-    return left.pop() if len(left) == 1 else None if left else otherwise
+        fits = fits or [one for one in possible if one and one[_rank] in lengths]
+    # Data of the script's own fits no batch. After a pass that is only if batches of this pass did fit.
+    own = not passes or (all(p.over for p in passes) and _before is not None)
+    message = [bool(inputs.lengths[0]), own, fits, [one for one in possible if one], guess]
+    everyone = [json.loads(part) for part in inputs.gather(json.dumps(message).encode())]
+    equal, options, guesses = (1.0,) * len(everyone), [], set()
+    for seen, others, fitting, some, order in everyone:
+        kinds = {_weights(tuple(one)) for one in fitting or some}
+        if others and not fitting:
+            kinds = {equal} if seen else kinds | {equal}
+        options.append(kinds or {equal})
+        guesses.add(tuple(order) if order else None)
+    left = set.intersection(*options)
+    if len(left) != 1:
+        agreed = guesses.pop() if len(guesses) == 1 else None
+        # In the first step on data of the script's own the models were not watched yet.
+        return agreed or equal, inputs.watched or bool(passes)
+    (found,) = left
+    _before = found if any(fitting for _, _, fitting, *_ in everyone) else _before
+    return found, False
+
+
+def needs_lengths() -> bool:
+    """Return whether this rank may not know the batch of the next exchange by the order of batches alone."""
+    passes = in_use()
+    uneven = any(len(set(one)) > 1 for kinds in _kinds.values() for one in kinds)
+    uneven = uneven or any(p.comes_uneven for p in passes)
+    return uneven and not (len(passes) == 1 and passes[0].plain and not passes[0].ends_uneven)
+
+
+def agree_on_lengths(needed: bool) -> None:
+    """Set whether all ranks compare lengths in the next exchange: if a rank needs it; called on all ranks."""
+    global _gathers
+    _gathers = needed
 
 
 def _follow_inputs() -> None:
     """Say whether the lengths of the next inputs may be needed."""
     if inputs:
-        passes = in_use()
-        uneven = any(len(set(one)) > 1 for kinds in _kinds.values() for one in kinds)
-        ordinary = len(passes) == 1 and len(passes[0].possible) <= 1 and not passes[0].ends_uneven
-        inputs.follow(uneven and not ordinary)
+        inputs.follow(needs_lengths())
 
 
 @functools.cache
@@ -565,4 +605,6 @@ def accumulated() -> None:
         if _last is not None and not _last.over:
             _open.discard(_last)
             _last = None
+        _follow_inputs()
+    elif not passes:
         _follow_inputs()

@@ -75,6 +75,7 @@ class Reducer:
         self.passes = self.steps = 0
         self._communicator, self._buffers, self._slow = communicator, buffers, slow
         self.average, self._lossy, self._overlap = average, lossy, overlap
+        self._early = False  # whether buckets are sent within this pass
         self._mean, self._weight = 1.0 / communicator.size, 1.0
         self._part_weight = 0.0  # of the gradients accumulated in no_sync; 0 without any
         self._weighs_parts = False
@@ -148,7 +149,7 @@ class Reducer:
             what = "backward(create_graph=True) keeps a graph of this rank's gradient alone"
             fix = "take the gradients for a penalty from torch.autograd.grad(..., create_graph=True)"
             raise ConfigError(what, where=self._name(i), fix=fix, common=True)
-        if self._overlap and (b := self._overlapped.arrived(i)) is not None:
+        if self._early and (b := self._overlapped.arrived(i)) is not None:
             for k in self._exchange.buckets[b]:  # later gradients must not change the bucket in flight
                 self._tensors[k].grad = None
 
@@ -186,12 +187,20 @@ class Reducer:
     def begin(self) -> None:
         """Begin a pass of this reducer."""
         self.begun, self._nonfinite = True, False
-        if self._overlap:  # the first bucket may be sent soon
-            self._take_weights()
+        self._begin_weights()
         self._overlapped.begin()
         backward.register(self)
         if self.frozen:
             self.frozen.arrived()
+
+    def _begin_weights(self) -> None:
+        """Take the weights if buckets may be sent within the pass.
+
+        Not if ranks compare lengths for them: they may make unequal numbers of passes in an uneven batch.
+        """
+        self._early = self._overlap and not passes.gathers()
+        if self._early:
+            self._take_weights()
 
     def _take_weights(self) -> None:
         """Set the weights of this rank's gradients and of its changes of running statistics."""
@@ -269,8 +278,7 @@ class Reducer:
         self._overlapped.begin()
         if self._weighs_parts:
             self._next_part()
-        if self._overlap:
-            self._take_weights()
+        self._begin_weights()
         self._end()
 
     @torch.no_grad()
@@ -285,7 +293,7 @@ class Reducer:
     @torch.no_grad()
     def _end(self, failed: bool = False) -> None:
         views, flats = self._memory.views, self._memory.flats
-        if not self._overlap:  # not earlier: ranks may make unequal numbers of passes in an uneven batch
+        if not self._early:
             self._take_weights()
         self._running_stats.look_up()
         early = {i for b in self._overlapped.started for i in self._exchange.buckets[b]}
@@ -343,7 +351,7 @@ class Reducer:
 
     def _once_more(self, late: Mapping[int, torch.Tensor], nowhere: Collection[int]) -> None:
         """Exchange again, because a gradient came after its bucket was sent; switch overlap off from now on."""
-        self._overlap = False
+        self._overlap = self._early = False
         for k, (i, p) in enumerate(self._numbered):
             view = self._memory.views[i]
             if k in nowhere:

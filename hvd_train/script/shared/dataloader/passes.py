@@ -548,6 +548,11 @@ def needs_lengths() -> bool:
     return uneven and not (len(passes) == 1 and passes[0].plain and not passes[0].ends_uneven)
 
 
+def gathers() -> bool:
+    """Return whether all ranks compare lengths in the next exchange."""
+    return _gathers
+
+
 def agree_on_lengths(needed: bool) -> None:
     """Set whether all ranks compare lengths in the next exchange: if a rank needs it; called on all ranks."""
     global _gathers

@@ -150,8 +150,7 @@ def _report(line: str) -> None:
 
 
 def _of_study(folder: Path) -> tuple[Config, str, dict[int, list[float]], Aim | None]:
-    """Return the configuration of a study, its kind (strong or weak), {number of ranks: samples/s of each run}, and its
-    target.
+    """Return a study's configuration, kind (strong or weak), {number of ranks: samples/s of each run} and target.
 
     Only runs on a single host count.
     """

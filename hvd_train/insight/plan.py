@@ -146,7 +146,7 @@ class Row:
 
     @property
     def to_target(self) -> float | None:
-        """Return the seconds of steps to the target."""
+        """Return the seconds of training steps until the target is reached; None: not known."""
         return self.needed / self.at.rate if self.needed else None
 
 

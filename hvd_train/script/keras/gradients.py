@@ -224,7 +224,9 @@ class Reduction:
         return keras.ops.cond(_depends(own), by_rows, lambda: keras.ops.copy(own[0]))
 
     def _joined(self, dense: list[Any], head: Any, own: Any, by_rows: bool) -> tuple[list[Any], Any]:
-        """Return (flat gradients, sums over ranks of: ``_numbers_of_step``, stop, having a gradient of tensor 0, ...).
+        """Return (flat gradients, sums over ranks).
+
+        The sums are of ``_numbers_of_step``, of ``stop``, and for each tensor how many ranks have its gradient.
 
         ``own``: this rank's numbers, as PyTorch's transfer overwrites ``head``. ``by_rows``: whether the step's weight
         may be the number of the inputs' rows.

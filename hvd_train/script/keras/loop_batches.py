@@ -58,7 +58,7 @@ class LoopBatches:
             self._set(lengths, part=part, other=part, ordered=ordered, unseen=unseen, unfit=several)
 
     def ended(self, part: float, within: bool) -> None:
-        """Record the end of a loop: steps may be on other data now.
+        """Record the end of a loop. Later steps may use other data.
 
         ``part``: of a batch whose step is still to come. ``within``: it is of another loop, around this one.
         """

@@ -25,7 +25,7 @@ class ModelInputs:
         self._hooks: dict[int, tuple[torch.nn.Module, Any]] = {}
 
     def follow(self, needed: bool) -> None:
-        """Begin or end to watch the models."""
+        """Start or stop recording the inputs of the models."""
         for model in self._models() if needed else ():
             if id(model) not in self._hooks:
                 handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
@@ -51,7 +51,7 @@ class ModelInputs:
 
 
 class _Hook:
-    """The hook of a model. Copies of the model, also in files, have one that does nothing."""
+    """Records the inputs of a model. In a copied or unpickled model it does nothing."""
 
     def __init__(self, inputs: ModelInputs | None = None) -> None:
         self._inputs = inputs

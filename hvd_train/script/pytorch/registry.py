@@ -46,7 +46,7 @@ def slow_rank_report() -> SlowRankReport:
 
 @functools.cache
 def model_inputs() -> ModelInputs:
-    """Return the watch over the inputs of all distributed models."""
+    """Return the recorder of the inputs of all distributed models."""
     return ModelInputs(communicator(), lambda: [model for model, reducer in distributed if reducer])
 
 

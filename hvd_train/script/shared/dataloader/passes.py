@@ -106,9 +106,9 @@ class Pass:
         return self
 
     def __next__(self) -> Any:
+        global _newest, _quiet, _decided, _settled
         training = torch.is_grad_enabled()
         # Before the next batch: other ranks may still process parts of this one.
-        global _newest, _quiet, _decided, _settled
         if training and leaving and any(p in (self, _last) for p in uneven()):
             leaving()
         if training and shares.steps() > self._steps:
@@ -194,7 +194,7 @@ class Pass:
 
     @property
     def plain(self) -> bool:
-        """Return whether each exchange was of the batch that was taken last."""
+        """Return whether every exchange so far used the batch that was taken last."""
         ordered = self._in_order and self._single_exchange and not self._ahead
         return ordered and self._fresh <= 1 and not self.over
 
@@ -554,13 +554,13 @@ def gathers() -> bool:
 
 
 def agree_on_lengths(needed: bool) -> None:
-    """Set whether all ranks compare lengths in the next exchange: if a rank needs it; called on all ranks."""
+    """Set whether all ranks compare lengths in the next exchange; all ranks call it with the same value."""
     global _gathers
     _gathers = needed
 
 
 def _follow_inputs() -> None:
-    """Say whether the lengths of the next inputs may be needed."""
+    """Record the next inputs of the models if their lengths may be needed."""
     if inputs:
         inputs.follow(needs_lengths())
 
@@ -576,7 +576,7 @@ def warn_of_divided_loss() -> None:
 
 @functools.cache
 def _warn_of_uncertain_batch(rank: int) -> None:
-    """Warn once, on rank 0, that all ranks have weight 1 in an uneven batch."""
+    """Warn once that all ranks have weight 1 in an uneven batch; only if ``rank`` is 0."""
     if not rank:
         what = (
             "it is not known which batch a step belongs to, so where ranks' parts differ in length all count the same"

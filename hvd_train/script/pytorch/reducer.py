@@ -167,7 +167,7 @@ class Reducer:
 
         An exchange multiplies the whole sum by the weight of its last batch.
         """
-        weight = passes.weight()
+        weight = passes.weight_of_part()
         if self.unreduced and self._part_weight not in (0.0, weight):
             for p in self._parameters:
                 if p.grad is not None:

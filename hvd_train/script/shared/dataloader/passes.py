@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils import data
@@ -477,9 +477,9 @@ def averaged() -> float:
     """Return ``weight`` for averaged gradients that are about to be exchanged; may warn of a loss or a batch.
 
     All ranks call it. If the batch is not known by the order of batches and exchanges, and its lengths are not the same
-    in all cases, each rank tells which of them fit the inputs of its models; the one that fits everywhere is taken.
+    in all cases, each rank tells the lengths of its models' inputs; the batch that fits everywhere is taken.
     """
-    global _decided, _settled, _newest, _last, _before
+    global _decided, _settled, _newest, _last
     if _summed:
         warn_of_divided_loss()
     if _settled:  # another model in the same backward pass
@@ -488,17 +488,11 @@ def averaged() -> float:
         _open.discard(one)
         _newest, _last = (None if each is one else each for each in (_newest, _last))
     _settled, passes = True, in_use()
-    if passes:
-        possible = set[Counts]().union(*(p.possible for p in passes))
-    else:
-        possible = {(), *(one for kinds in _kinds.values() for one in kinds)}
-    known = {_weights(one or (1,) * max(map(len, possible))) for one in possible}
-    by_order = {p.weights for p in passes}
-    guess = next((tuple(*one) for one in ({*by_order}, known) if len(one) == 1), None)
+    possible, guess, unknown = _by_order(passes)
     if inputs and _gathers:
         _decided, unknown = _found(inputs, possible, passes, guess)
     else:
-        _decided, unknown = guess, len(known) > 1
+        _decided = guess
         if unknown and len(passes) == 1 and not passes[0].new:  # ranks may make unequal numbers of backward passes
             _decided, unknown = _before or guess, False
     # The order tells enough of a loop that takes one batch ahead, and in steps on data of the script's own.
@@ -507,37 +501,102 @@ def averaged() -> float:
     return weight()
 
 
+def weight_of_part() -> float:
+    """Return ``weight`` for gradients that are accumulated on this rank alone; may warn of a batch.
+
+    Ranks may accumulate unequal numbers of times, so they cannot compare the lengths of inputs.
+    """
+    passes = in_use()
+    possible, _, unknown = _by_order(passes)
+    if unknown and not (len(passes) == 1 and (passes[0].ahead or passes[0].over)):
+        seen = inputs.lengths[0] if inputs else ()
+        counts = {one[_rank] for one in possible if one} - {0}
+        if not seen or any(length % n == 0 for length in seen for n in counts):
+            _warn_of_uncertain_batch(_rank)
+    return weight()
+
+
+def _by_order(passes: list[Pass]) -> tuple[set[Counts], tuple[float, ...] | None, bool]:
+    """Return the lengths that the batch may have, all ranks' weights if they are known, and whether they are not."""
+    if passes:
+        possible = set[Counts]().union(*(p.possible for p in passes))
+    else:
+        possible = {(), *(one for kinds in _kinds.values() for one in kinds)}
+    known = {_weights(one or (1,) * max(map(len, possible))) for one in possible}
+    by_order = {p.weights for p in passes}
+    guess = next((tuple(*one) for one in ({*by_order}, known) if len(one) == 1), None)
+    return possible, guess, len(known) > 1
+
+
+class _Report(NamedTuple):
+    """What a rank tells of its next exchange: see ``_found``."""
+
+    first: list[int]  # the lengths of inputs' first dimensions
+    second: list[int]
+    own: bool  # whether the step may use data of the script's own
+    possible: list[list[int]]
+    guess: list[float] | None  # the weights by order
+
+    def ratios(self, count: int) -> set[int] | None:
+        """Return how many rows the inputs may have for each of ``count`` samples; None: any number."""
+        if not count or not self.first:
+            return None if 0 in self.first or not self.first else set()
+        return {length // count for length in self.first if length and length % count == 0}
+
+
 def _found(
     inputs: Inputs, possible: set[Counts], passes: list[Pass], guess: tuple[float, ...] | None
 ) -> tuple[tuple[float, ...], bool]:
     """Return all ranks' weights, the same on all ranks, and whether they may be wrong.
 
-    Each rank tells which batches are possible, and which of these fit the inputs of its models. What is possible on all
-    ranks, and fits where anything fits, is taken; else what the order says (``guess``), if it says the same everywhere.
+    Each rank tells which batches are possible, and the lengths of its models' inputs. What fits on all ranks is taken;
+    if nothing does, what the order says (``guess``), if it says the same everywhere.
     """
     global _before
-    fits: list[Counts] = []
-    for lengths in inputs.lengths:  # samples are usually the first dimension
-        fits = fits or [one for one in possible if one and one[_rank] in lengths]
-    # Data of the script's own fits no batch. After a pass that is only if batches of this pass did fit.
+    # After a pass data of the script's own is only known by batches of this pass that did fit.
     own = not passes or (all(p.over for p in passes) and _before is not None)
-    message = [bool(inputs.lengths[0]), own, fits, [one for one in possible if one], guess]
-    everyone = [json.loads(part) for part in inputs.gather(json.dumps(message).encode())]
-    equal, options, guesses = (1.0,) * len(everyone), [], set()
-    for seen, others, fitting, some, order in everyone:
-        kinds = {_weights(tuple(one)) for one in fitting or some}
-        if others and not fitting:
-            kinds = {equal} if seen else kinds | {equal}
-        options.append(kinds or {equal})
-        guesses.add(tuple(order) if order else None)
+    report = _Report(*map(sorted, inputs.lengths), own, [[*one] for one in possible if one], guess and [*guess])
+    reports = [_Report(*json.loads(part)) for part in inputs.gather(json.dumps(report).encode())]
+    equal = (1.0,) * len(reports)
+    seen = all(one.first for one in reports)
+    fitting = _fitting(reports) if any(one.first for one in reports) else set()
+    if fitting:
+        options = [{_weights(one) for one in fitting}]
+    elif seen and all(one.own for one in reports) and len({(*one.first,) for one in reports}) == 1:
+        options = [{equal}]  # inputs as long on all ranks, which are no batch
+    else:
+        options = [{_weights(tuple(counts)) for counts in one.possible} | {equal} for one in reports]
+        if not any(one.own for one in reports):
+            options = [{_weights(tuple(counts)) for counts in one.possible} or {equal} for one in reports]
     left = set.intersection(*options)
     if len(left) != 1:
+        guesses = {one.guess and (*one.guess,) for one in reports}
         agreed = guesses.pop() if len(guesses) == 1 else None
         # In the first step on data of the script's own the models were not watched yet.
         return agreed or equal, inputs.watched or bool(passes)
     (found,) = left
-    _before = found if any(fitting for _, _, fitting, *_ in everyone) else _before
+    _before = found if fitting else _before
     return found, False
+
+
+def _fitting(reports: list[_Report]) -> set[Counts]:
+    """Return the lengths that fit the inputs on all ranks.
+
+    Samples are usually the first dimension, or are flattened with others in it. That the lengths of another dimension
+    fit is no accident if they are unequal, so it is then uncertain which.
+    """
+    possible = set.intersection(*({(*counts,) for counts in one.possible} for one in reports))
+    ratios, across = dict[Counts, set[int]](), set[Counts]()
+    for counts in possible:
+        pairs = [*zip(reports, counts, strict=True)]
+        known = [own for one, n in pairs if (own := one.ratios(n)) is not None]
+        ratios[counts] = set.intersection(*known) if known else {1}
+        if all(n in one.second for one, n in pairs):
+            across.add(counts)
+    exact = {counts for counts, fit in ratios.items() if 1 in fit}
+    flat = {counts for counts, fit in ratios.items() if fit}
+    uneven = {counts for counts in flat | across if len({*counts}) > 1}
+    return (exact or flat or across) | uneven
 
 
 def needs_lengths() -> bool:

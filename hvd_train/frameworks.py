@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_train.errors import ConfigError
+from hvd_train.installation import install_fix, repair_fix
 
 if TYPE_CHECKING:
     from hvd_train.protocol import Communicator, FrontEndModule
@@ -59,7 +60,13 @@ class Framework:
     @property
     def install(self) -> str:
         """Return what to do if the framework is not installed."""
-        return f"pip install {self.packages[0]}" if self.optional else f"run scripts/setup --frameworks {self.name}"
+        pip = f"pip install {' '.join(self.packages)}"
+        return pip if self.optional else install_fix(f"--frameworks {self.name}", pip)
+
+    @property
+    def repair(self) -> str:
+        """Return what to do if the framework is there, and cannot be imported."""
+        return repair_fix((distribution(self.packages[0]) or self.packages)[0])
 
     def load(self, skip_unneeded: bool = False) -> FrontEndModule:
         """Load the framework, which now reads ``settings``, and return its front-end.
@@ -129,14 +136,19 @@ def register(framework: Framework) -> Framework:
     return framework
 
 
-def version(package: str) -> str | None:
-    """Return the version of an installed package, also if its CPU-only build has another name."""
+def distribution(package: str) -> tuple[str, str] | None:
+    """Return name and version of an installed package, also if its CPU-only build has another name."""
     from importlib import metadata
 
     for name in (package, f"{package}-cpu"):
         with suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
+            return name, metadata.version(name)
     return None
+
+
+def version(package: str) -> str | None:
+    """Return the version of an installed package; see ``distribution``."""
+    return found[1] if (found := distribution(package)) else None
 
 
 PYTORCH = register(

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hvd_train.engine.library import use_stock
-from hvd_train.errors import CommunicationError, ConfigError, amount
-from hvd_train.frameworks import FRAMEWORKS
+from hvd_train.errors import CommunicationError, ConfigError, amount, named_reason
+from hvd_train.frameworks import FRAMEWORKS, Framework
 from hvd_train.frontends.serial import Serial
 from hvd_train.frontends.traffic import Traffic, metered
 from hvd_train.launch import peers
@@ -193,11 +193,21 @@ def _load(framework: str, verbose: bool, skip_unneeded: bool) -> FrontEndModule:
     try:
         with _without_noise(verbose):
             return record.load(skip_unneeded)
-    except ImportError as error:
-        if (error.name or "").split(".")[0] not in record.packages:
-            raise
-        what = f"{framework} is not installed"
-        raise ConfigError(what, where=f"framework: {framework}", fix=record.install) from error
+    except Exception as error:  # a damaged installation may raise anything
+        for package in record.packages:
+            _check_import(package, record)
+        raise error
+
+
+def _check_import(package: str, record: Framework) -> None:
+    """Raise ConfigError if a framework's package cannot be imported."""
+    try:
+        importlib.import_module(package)
+    except Exception as error:
+        gone = isinstance(error, ModuleNotFoundError) and error.name == package
+        reason = "is not installed" if gone else f"cannot be imported: {named_reason(error)}"
+        fix = record.install if gone else record.repair
+        raise ConfigError(f"{record.name} {reason}", where=f"framework: {record.name}", fix=fix) from error
 
 
 @contextmanager

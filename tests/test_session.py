@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -76,3 +77,14 @@ def test_a_part_of_the_world_keeps_the_places_on_the_host(monkeypatch):
         Session(SimpleNamespace(), framework="pytorch", world=whole).open(stages=3)
     alone = third.open(SimpleNamespace(size=1))
     assert (alone.size, alone.local_rank) == (1, 3) and third.settings["ranks"] == 1
+
+
+def test_a_framework_that_is_there_and_cannot_be_imported(monkeypatch, tmp_path):
+    """A damaged TensorFlow was "not installed"."""
+    (tmp_path / "damaged_framework.py").write_text("raise OSError('libtorch.so: cannot open shared object file')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    record = replace(FRAMEWORKS["pytorch"], module="damaged_framework", packages=("damaged_framework",))
+    monkeypatch.setitem(FRAMEWORKS, "pytorch", record)
+    told = "pytorch cannot be imported: OSError: libtorch.so: cannot open .*; framework: pytorch; .*(install|setup)"
+    with pytest.raises(ConfigError, match=told):
+        Session.prepare("pytorch")

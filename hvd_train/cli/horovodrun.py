@@ -52,8 +52,12 @@ def horovodrun(
         raise ConfigError("ranks exchange over MPI or over Gloo", where="--mpi --gloo", fix="give one of them")
     total = sum(hosts.slots.values()) if hosts else 1
     library = "mpi" if mpi else "gloo" if gloo else ""
-    launcher = next((one.name for one in startable() if one.library == library), "auto")
-    sys.exit(launch(num_proc or total, launcher, [], verbose, program=program, hosts=hosts))
+    launcher = next((one for one in startable() if one.library == library), None)
+    if mpi and launcher and not launcher.usable():
+        what = f"{launcher.tool}, or an engine for its MPI, is missing"
+        raise ConfigError(what, where="--mpi", fix=f"{launcher.install}, or use --gloo")
+    name = launcher.name if launcher else "auto"
+    sys.exit(launch(num_proc or total, name, [], verbose, program=program, hosts=hosts))
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from hvd_train.engine.library import MISSING, horovod, use_stock
 from hvd_train.errors import TrainError, amount
 from hvd_train.frameworks import FRAMEWORKS, version
+from hvd_train.installation import MPI, install_fix
 from hvd_train.launch.environment import rank_settings, threads
 from hvd_train.launch.launchers import startable
 from hvd_train.launch.launchers.base import Launcher
@@ -84,18 +85,18 @@ def doctor(verbose: bool) -> int:
             )
             for one in startable()
         ),
-        ("Horovod", horovod(), "" if horovod() != MISSING else "run scripts/setup"),
+        ("Horovod", horovod(), "" if horovod() != MISSING else install_fix()),
     ]
     records = [one for one in FRAMEWORKS.values() if version(one.packages[0]) or not one.optional]
     unusable = [one for one in records if use_stock() and not one.horovod]
-    rows += [(one.name, "needs the engine", "run scripts/setup --bindings both") for one in unusable]
+    rows += [(one.name, "needs the engine", install_fix("--bindings both")) for one in unusable]
     all_facts = {one.name: _look(one.name) for one in records if one not in unusable}
     for framework, facts in all_facts.items():
         record = FRAMEWORKS[framework]
         if version(record.packages[0]) is None:
             rows.append((framework, "missing", record.install))
         elif "error" in facts:
-            rows.append((framework, facts["error"], "run scripts/setup again"))
+            rows.append((framework, facts["error"], record.repair))
         else:
             built = ", ".join(
                 name.upper() if name != "gloo" else "Gloo" for name in ("mpi", "gloo", "nccl") if facts[name]
@@ -106,10 +107,11 @@ def doctor(verbose: bool) -> int:
     print(table(["setting", "value", "chosen by"], _settings()), flush=True)
     # Test each framework with each launcher of the same library.
     usable = [framework for framework, facts in all_facts.items() if "error" not in facts]
-    print("\n2-rank allreduce on this host (the time of a call, and bytes / time):", flush=True)
+    print(f"\n{RANKS}-rank allreduce on this host (the time of a call, and bytes / time):", flush=True)
     probes = [(f, one) for f in usable for one in startable() if _can(all_facts[f], one)]
     results = [_probe(framework, one.name, verbose) for framework, one in probes]
-    print(table(["framework", "launcher", *SIZES, "verdict"], results))
+    nothing = "not tried: neither a framework nor a launcher for it works here; see 'what to do' above"
+    print(table(["framework", "launcher", *SIZES, "verdict"], results) if results else nothing)
     broken = any(
         "error" in facts and version(FRAMEWORKS[framework].packages[0]) for framework, facts in all_facts.items()
     )
@@ -137,7 +139,7 @@ def _advice(facts: dict) -> str:
     if facts["gpus"] and not facts["nccl"]:
         return "GPUs, but Horovod has no NCCL: run scripts/setup --gpu"
     # Where the engine has MPI and the host has none, the row of mpirun says how to get it.
-    return "" if facts["mpi"] or mpi_built() else "for MPI: run scripts/setup --mpi wheel"
+    return "" if facts["mpi"] or mpi_built() else f"for MPI: {install_fix('--mpi wheel', MPI)}"
 
 
 def _probe(framework: str, launcher: str, verbose: bool) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from hvd_train.doctor.link_speed import HostLink, answering, measure
 from hvd_train.engine.library import horovod
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, version
+from hvd_train.installation import install_fix
 from hvd_train.launch.interfaces import interfaces
 from hvd_train.protocol import Communicator, allgather_json
 from hvd_train.report.text_tables import aligned
@@ -26,7 +27,7 @@ from hvd_train.session import Session
 
 CLOCK_SECONDS = 1.0
 SHARED_SECONDS = 3.0  # for another host's file to become visible
-SETUP = "run scripts/setup there, or share one environment"
+SETUP = f"on that host {install_fix()}, or share one environment"
 # What must be equal on all hosts: what to do if one differs from the first.
 FIXES = {
     "Python": SETUP,
@@ -113,7 +114,8 @@ def _session() -> Session:
     for framework, record in FRAMEWORKS.items():
         if record.installed():
             return Session.prepare(framework)
-    raise ConfigError("no framework is installed", where=f"host {platform.node()}", fix="run scripts/setup there")
+    fix = f"on that host {FRAMEWORKS['pytorch'].install}"
+    raise ConfigError("no framework is installed", where=f"host {platform.node()}", fix=fix)
 
 
 def common(session: Session) -> dict[str, str]:

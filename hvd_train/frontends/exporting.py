@@ -14,6 +14,7 @@ from hvd_train.checkpoint.resume_rules import check_tree
 from hvd_train.config import FrontEndConfig
 from hvd_train.errors import ConfigError, reason
 from hvd_train.frontends.named_arrays import layouts_of
+from hvd_train.installation import install_fix
 from hvd_train.protocol import Sample, Tree
 
 
@@ -93,7 +94,7 @@ def onnx_packages(*names: str) -> list[Any]:
         if (error.name or "").split(".")[0] not in names:
             raise
         what = f"ONNX files need the package {error.name}, which is not installed"
-        raise ConfigError(what, where="--to onnx", fix=f"run scripts/setup, or pip install {' '.join(names)}") from None
+        raise ConfigError(what, where="--to onnx", fix=install_fix(pip=f"pip install {' '.join(names)}")) from None
 
 
 def unfit_for(kind: str, name: str, error: BaseException) -> ConfigError:

@@ -29,6 +29,7 @@ from hvd_train.errors import (
 )
 from hvd_train.frontends.mpi import MpiWindow, mpi_world
 from hvd_train.frontends.traffic import Traffic
+from hvd_train.installation import install_fix
 from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.detected import ALONE
@@ -136,7 +137,7 @@ class HorovodCommunicator(ABC):
         try:
             self.hvd: Any = self._open()
         except (ImportError, OSError) as error:
-            raise ConfigError(f"Horovod cannot be used: {error}", fix="run scripts/setup") from error
+            raise ConfigError(f"Horovod cannot be used: {error}", fix=install_fix()) from error
         wait_for_ranks(here := world())
         rendezvous.join_world(here)
         self._make_stage_sets()

@@ -14,6 +14,7 @@ from hvd_train.engine.transfers import ADASUM, ALLGATHER, ALLREDUCE, ALLTOALL, A
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, guarded
 from hvd_train.frontends.mpi import address_of
+from hvd_train.installation import install_fix
 from hvd_train.protocol import Handle, Tensor
 
 STOCK = ("horovod.torch", "horovod.tensorflow")
@@ -30,7 +31,7 @@ class EngineCommunicator(HorovodCommunicator):
             what = f"two Horovods in one process: hvd_train's engine, and {others[0]}, which this process has imported"
             raise ConfigError(what, where=others[0], fix=f"do not import it, or set {BINDINGS}=stock")
         if not built():
-            raise ConfigError("the engine is not built", fix="run scripts/setup --bindings both")
+            raise ConfigError("the engine is not built", fix=install_fix("--bindings both"))
         try:
             return transfers.Engine(chosen())
         except OSError as error:

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from hvd_train.config import Config, load_config
 from hvd_train.data.catalog import open_data
+from hvd_train.installation import install_fix
 from hvd_train.jobs import export
 from hvd_train.protocol import Field, Sample
 from tests.cli.running import ROOT, SECONDS, commands, run
@@ -253,7 +254,7 @@ def test_onnx_without_its_packages(made, tmp_path):
     done = run(*line, code=2, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.stderr == (
         "error: ONNX files need the package onnx, which is not installed; --to onnx; "
-        "run scripts/setup, or pip install onnx onnxscript\n"
+        f"{install_fix(pip='pip install onnx onnxscript')}\n"
     )
 
 

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from hvd_train.cli.main import cli
 from hvd_train.doctor import host
+from hvd_train.installation import install_fix
 
 
 @pytest.mark.parametrize("package", ["tensorflow", "tensorflow-cpu"])
@@ -38,9 +39,23 @@ def test_jax_without_the_engine_breaks_nothing(monkeypatch, capsys):
     monkeypatch.setattr(host, "_look", {"pytorch": sound, "tensorflow": sound}.__getitem__)
     monkeypatch.setattr(host, "_probe", lambda framework, tool, verbose: (framework, tool, *"...", "ok"))
     assert host.doctor(False) == 0
-    assert ["jax", "needs", "the", "engine", "run", "scripts/setup", "--bindings", "both"] in [
+    assert ["jax", "needs", "the", "engine", *install_fix("--bindings both").split()] in [
         line.split() for line in capsys.readouterr().out.splitlines()
     ]
+
+
+def test_no_framework_at_all(monkeypatch, capsys):
+    """Each is missing, with the way to get it, and there is nothing to try."""
+
+    def version(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(host, "_look", lambda framework: {"error": "no module"})
+    assert host.doctor(False) == 1
+    output = capsys.readouterr().out
+    assert "pip install torch" in output or "run scripts/setup --frameworks pytorch" in output
+    assert "not tried: neither a framework nor a launcher" in output
 
 
 def test_doctor_finds_a_sound_installation(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,6 +99,7 @@ def test_without_jax_it_is_one_line(monkeypatch):
         raise ModuleNotFoundError("No module named 'jax'", name="jax")
 
     monkeypatch.setattr(type(JAX), "load", load)
+    monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(ConfigError, match="jax is not installed; framework: jax; pip install jax"):
         Session.prepare("jax")
 

@@ -58,7 +58,7 @@ class Launcher:
     # How it starts ranks
     starts_ranks = False  # --launcher offers it
     tool = ""  # the program that must be installed; "": it needs none
-    install = "run scripts/setup"  # how to get the tool
+    install = ""  # how to get the tool
     library = ""  # Horovod's transport: "mpi" or "gloo"
     help = ""  # the launcher's part of the help of --launcher
     in_allocation = False  # a scheduler assigns the hosts; only fit offers the launcher
@@ -78,8 +78,8 @@ class Launcher:
     def check(self) -> None:
         """Raise ConfigError if the launcher cannot start ranks here."""
         if not self._installed():
-            fix = "run scripts/setup, or 'hvd-train doctor'"
-            raise ConfigError(f"{self.tool} is not installed", where="--launcher", fix=fix)
+            fix = f"{self.install}, or use --launcher horovodrun, which needs no {self.tool}"
+            raise ConfigError(f"{self.tool} is not installed", where=f"--launcher {self.name}", fix=fix)
 
     def usable(self) -> bool:
         """Return whether ``auto`` may choose this launcher."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_train.errors import ConfigError
+from hvd_train.installation import install_fix
 
 
 def find_tool(name: str) -> str | None:
@@ -54,7 +55,7 @@ def mpi_built() -> bool:
     # From the linked libraries, because importing Horovod imports a framework, which takes seconds.
     spec = find_spec("horovod")
     if spec is None or spec.origin is None:
-        raise ConfigError("Horovod is not installed", fix="run scripts/setup")
+        raise ConfigError("Horovod is not installed", fix=install_fix())
     for library in Path(spec.origin).parent.glob("*/mpi_lib*.so"):
         linked = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=False).stdout
         return "libmpi" in linked

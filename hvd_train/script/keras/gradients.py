@@ -10,6 +10,7 @@ the counts, because what one step omits must have the same weight in the next.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import weakref
@@ -108,6 +109,7 @@ class Reduction:
         Reduction.batches.add_variable()
         if Reduction.doubts is None:
             Reduction.doubts = keras.Variable(0.0, trainable=False, dtype="float64", name="doubts")
+            atexit.register(Reduction.tell_doubts)  # of steps after the last batch
         self.window = EvalWindow(backend)
         self.losses = 0  # of this step that have exchanged values with other ranks
         self._means: list[tuple[Callable[[Any, Any], None], Any]] = []  # of this step's metrics that count batches
@@ -127,6 +129,11 @@ class Reduction:
             reduction._graph_steps_reported += steps
             if steps:
                 reduction.stepped(steps)
+        cls.tell_doubts()
+
+    @classmethod
+    def tell_doubts(cls) -> None:
+        """Warn once, on rank 0, of steps in graphs that may belong to another batch."""
         if cls.traced and cls.doubts is not None and float(cls.doubts.numpy()) and not launched().rank:
             warn_of_unknown_batch()
 

@@ -558,17 +558,16 @@ def _found(
     report = _Report(*map(sorted, inputs.lengths), own, [[*one] for one in possible if one], guess and [*guess])
     reports = [_Report(*json.loads(part)) for part in inputs.gather(json.dumps(report).encode())]
     equal = (1.0,) * len(reports)
-    seen = all(one.first for one in reports)
     fitting = _fitting(reports) if any(one.first for one in reports) else set()
     if fitting:
-        options = [{_weights(one) for one in fitting}]
-    elif seen and all(one.own for one in reports) and len({(*one.first,) for one in reports}) == 1:
-        options = [{equal}]  # inputs as long on all ranks, which are no batch
+        left = {_weights(one) for one in fitting}
+    elif all(one.own and one.first == report.first for one in reports) and report.first:
+        left = {equal}  # inputs as long on all ranks, which are no batch
+    elif len({one.own for one in reports}) > 1:
+        left = set()
     else:
-        options = [{_weights(tuple(counts)) for counts in one.possible} | {equal} for one in reports]
-        if not any(one.own for one in reports):
-            options = [{_weights(tuple(counts)) for counts in one.possible} or {equal} for one in reports]
-    left = set.intersection(*options)
+        kinds = [{_weights(tuple(counts)) for counts in one.possible} for one in reports]
+        left = set.intersection(*(one | {equal} if own or not one else one for one in kinds))
     if len(left) != 1:
         guesses = {one.guess and (*one.guess,) for one in reports}
         agreed = guesses.pop() if len(guesses) == 1 else None
@@ -585,7 +584,7 @@ def _fitting(reports: list[_Report]) -> set[Counts]:
     Samples are usually the first dimension, or are flattened with others in it. That the lengths of another dimension
     fit is no accident if they are unequal, so it is then uncertain which.
     """
-    possible = set.intersection(*({(*counts,) for counts in one.possible} for one in reports))
+    possible = {(*counts,) for one in reports for counts in one.possible}
     ratios, across = dict[Counts, set[int]](), set[Counts]()
     for counts in possible:
         pairs = [*zip(reports, counts, strict=True)]

@@ -124,6 +124,27 @@ def taken(way, kind=DataLoader, count=235, make=mlp, forward=nn.Module.__call__)
     return case
 
 
+def looked_at_alone(way, keep):
+    """Rank 0 alone looks at batches before each pass, as for a picture of samples. ``keep``: also afterwards."""
+
+    def case():
+        model = mlp()
+        model, optimizer = ht.distribute(model, sgd(model))
+        batches, kept = ht.shard(DataLoader(digits(235), GLOBAL_BATCH // ht.size())), []
+        for _ in range(2):
+            if ht.rank() == 0:
+                iterator = iter(batches)
+                next(iterator)
+                kept += [iterator] * keep
+            for inputs, labels in way(batches):
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+        return model
+
+    return case
+
+
 def two_losses():
     """Two loaders with other lengths at the end, each for a loss and a model of its own."""
     models = nn.ModuleList([mlp(), mlp()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -34,8 +33,6 @@ def init(recipe: str | None, folder: Path | None) -> None:
     files, commands = contents(recipe)
     folder = Path(recipe) if folder is None else folder
     write(folder, files)
-    if os.geteuid():
-        commands = [line for line in commands if "as root" not in line]
     click.echo("\n  ".join([f"{folder}: {', '.join(files)}. Next:", f"cd {folder}", *commands]))
 
 

@@ -16,6 +16,7 @@ from hvd_train.cli import standard_streams
 # runs: help must not wait for NumPy, nor any command import a framework before a job starts.
 COMMANDS = {
     "fit": "fit.fit",
+    "run": "run.run",
     "find-lr": "find_lr.find_lr",
     "modes": "modes.modes",
     "measure": "modes.measure",

@@ -14,7 +14,7 @@ from hvd_train.launch.environment import BEGAN, command_began, world
 from hvd_train.launch.hosts import Hosts, look, spread
 from hvd_train.launch.launchers import AUTO, NONE, choose, named
 from hvd_train.launch.launchers.base import Launcher, Layout
-from hvd_train.launch.launchers.installed import python
+from hvd_train.launch.launchers.installed import find_program, python
 from hvd_train.launch.snapshots import in_memory
 from hvd_train.launch.spares import Spares
 from hvd_train.launch.start import command, launch, start
@@ -69,8 +69,12 @@ class InAllocation:
         self.launcher.check()
 
     def run(self, words: Sequence[str], config: Config, verbose: bool, once: bool) -> int:
+        return self.run_program(_program(words), verbose)
+
+    def run_program(self, program: Sequence[str], verbose: bool) -> int:
+        """Run any program on the ranks. Returns the exit code."""
         self.check()
-        return start(self.launcher, self.layout, _program(words), verbose)
+        return start(self.launcher, self.layout, program, verbose)
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,14 @@ class Launched:
                 spares,
                 self.restarts.min_np,
             )
+
+    def run_program(self, program: Sequence[str], verbose: bool) -> int:
+        """Run any program on the ranks. Returns the exit code."""
+        if not self.restarts.most:
+            return launch(self.num_proc, self.launcher, [], verbose, program=program, hosts=self.hosts)
+        return supervise(
+            self.num_proc, self.launcher, [], None, self.restarts.most, verbose, program=find_program(program)
+        )
 
 
 def plan(

@@ -12,7 +12,7 @@ process never talks to ranks over a network, so a rank that hangs cannot block i
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,47 +54,52 @@ def supervise(
     num_proc: int,
     launcher: str,
     arguments: list[str],
-    run_dir: Path,
+    run_dir: Path | None,
     max_restarts: int,
     verbose: bool,
     watchdog_s: float = 0,
     spares: Spares | None = None,
     min_np: int | None = None,
+    program: Sequence[str] = (),
 ) -> int:
     """Train to the end, with at most ``max_restarts`` restarts. Returns the exit code.
 
     Raises the error of a rank that could not print it. ``watchdog_s``: seconds without a step until ranks are stuck, 0:
     never. ``spares`` replace ranks at a restart. ``min_np``: each restart drops the lost rank, down to so many ranks;
-    None: all restart.
+    None: all restart. ``program``: a user's script, which resumes by itself and has no ``run_dir``, in place of
+    ``hvd-train ARGUMENTS``.
     """
     if not supported():
         if max_restarts:
             raise ConfigError(
                 "this kernel cannot watch processes", where="--max-restarts", fix="Linux 5.3 or later can"
             )
-        return start.launch(num_proc, launcher, arguments, verbose)
+        return start.launch(num_proc, launcher, arguments, verbose, program=program)
     start.note_of_cores(num_proc)
     chosen = choose(launcher) if num_proc > 1 else NONE
     known, restarts, idle = _checkpoints(run_dir), 0, 0
     furthest, fewest = (-1, -1), min(min_np or num_proc, num_proc)
     while True:
-        program = spares.program(arguments, num_proc) if spares else []
-        line = start.command(num_proc, chosen.name, arguments, "hvd_train", program)
+        words = spares.program(arguments, num_proc) if spares else program
+        line = start.command(num_proc, chosen.name, arguments, "hvd_train", words)
         if verbose:
             say(" ".join(line), err=True)
         attempt = _attempt(line, num_proc, chosen, run_dir, watchdog_s, spares)
+        if program and attempt.cause and attempt.cause.rank is None:
+            attempt = replace(attempt, cause=_cause_of_script(attempt.cause, program))
         os.environ.pop(faults.VARIABLE, None)  # an injected fault is only for the first start
         code = _final_code(attempt)
         if code is not None or attempt.cause is None:
             return code or 0
         reached = max((step for step, _, _ in _checkpoints(run_dir)), default=-1), attempt.step
-        idle = 0 if reached[0] > furthest[0] or reached[1] > furthest[1] else idle + 1
+        # It is not known how far a script has come.
+        idle = 0 if program or reached[0] > furthest[0] or reached[1] > furthest[1] else idle + 1
         furthest = max(furthest[0], reached[0]), max(furthest[1], reached[1])
         if restarts == max_restarts or idle == IDLE_RESTARTS:
             return _give_up(attempt.cause, restarts, idle)
         restarts += 1
         # Before the first step the run folder may still hold another run, whose checkpoints must not be used.
-        if attempt.step:
+        if attempt.step and not program:
             arguments = _going_on(arguments, known, _checkpoints(run_dir))
         left = max(fewest, num_proc - 1)
         on = f" on {amount(left, 'rank')}" if left < num_proc else ""
@@ -113,7 +118,7 @@ class Attempt:
 
 
 def _attempt(
-    line: list[str], num_proc: int, launcher: Launcher, run_dir: Path, watchdog_s: float, spares: Spares | None
+    line: list[str], num_proc: int, launcher: Launcher, run_dir: Path | None, watchdog_s: float, spares: Spares | None
 ) -> Attempt:
     """Start the ranks with the command ``line``, and watch them until they end."""
     killed = _out_of_memory()  # read before the start, because the kernel only keeps a count
@@ -156,7 +161,7 @@ def _give_up(cause: Cause, restarts: int, idle: int) -> int:
         fix = f"its stack: {cause.kept}; --resume auto goes on" if cause.kept else LOST_FIX
         raise CommunicationError(f"{_who(cause)}{cause.what}{stuck}", where=cause.place, fix=fix)
     if restarts:
-        say(f"given up: {_words(cause)}{stuck or f'; {restarts} restarts'}", err=True)
+        say(f"given up: {_words(cause)}{stuck or '; ' + amount(restarts, 'restart')}", err=True)
     return cause.code
 
 
@@ -169,11 +174,11 @@ def _who(cause: Cause) -> str:
     return "" if cause.rank is None else f"rank {cause.rank} " if cause.silent else f"rank {cause.rank}: "
 
 
-def _stuck(table: StatusTable, watchdog: Watchdog, run_dir: Path) -> Cause:
+def _stuck(table: StatusTable, watchdog: Watchdog, run_dir: Path | None) -> Cause:
     """Return the first stuck rank as the cause. Writes the stacks of all stuck ranks to the run folder."""
     kept = ""
     stacks = {rank: stack for rank, (_, stack) in watchdog.stuck.items() if stack}
-    if stacks and table.read(min(stacks)).step:  # only then does the run folder belong to this run
+    if run_dir and stacks and table.read(min(stacks)).step:  # only then does the run folder belong to this run
         text = "\n\n".join(f"rank {rank}\n{stack}" for rank, stack in stacks.items())
         kept = layout.keep_failure(run_dir, "stacks", text)
     rank = min(watchdog.stuck)
@@ -208,10 +213,18 @@ def _cause(table: StatusTable, ended: Mapping[int, float], code: int) -> Cause:
     return Cause(how, table.read(0).place, 5 if by or not code else code)
 
 
-def _checkpoints(run_dir: Path) -> set[tuple[int, Path, int]]:
+def _cause_of_script(cause: Cause, program: Sequence[str]) -> Cause:
+    """Return the cause for ranks whose status nobody reads: a script need not be of hvd_train."""
+    place = f"'{' '.join(program)}'"
+    if "SIG" in cause.what:
+        return replace(cause, what=cause.what.replace("the launcher", "a rank"), place=place)
+    return replace(cause, what=f"a rank ended with code {cause.code}", place=place, silent=False)
+
+
+def _checkpoints(run_dir: Path | None) -> set[tuple[int, Path, int]]:
     """Return (step, folder, inode) of all checkpoints. The inode identifies one that was rewritten."""
     checkpoints = set()
-    for step, path in store.find(run_dir / "checkpoints"):
+    for step, path in store.find(run_dir / "checkpoints") if run_dir else ():
         with suppress(OSError):
             checkpoints.add((step, path, path.stat().st_ino))
     return checkpoints

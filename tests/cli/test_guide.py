@@ -30,6 +30,7 @@ LAUNCHERS = {"mpirun", "horovodrun", "srun", "apptainer", "docker"}
 THEIRS = (
     "srun -N 2 --ntasks-per-node 4 python train.py",
     "mpirun -np 2 python train.py",
+    "horovodrun -np 2 python train.py",
     "sbatch job.sbatch",
     "apt install dataset-fashion-mnist",
     "source .venv/bin/activate",

@@ -88,8 +88,7 @@ def test_the_command(tmp_path, monkeypatch):
     run = CliRunner().invoke
     assert all(f"{name} " in run(cli, ["init"]).output for name in guide.RECIPES)
     printed = run(cli, ["init", "gan", "images"]).output
-    root = "  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1  # as root alone\n" * (os.geteuid() == 0)
-    assert printed == f"images: gan.py. Next:\n  cd images\n{root}  mpirun -np 2 python gan.py 20\n"
+    assert printed == "images: gan.py. Next:\n  cd images\n  hvd-train run -np 2 -- python gan.py 20\n"
     for words, what in (
         (["gan", "images"], "gan.py is there already; images; name another folder"),
         (["from-kears"], "there is no recipe 'from-kears'; hvd-train init; did you mean 'from-keras'?"),
@@ -121,8 +120,9 @@ for name in names:
 
 # What shortens the trainings of a page, whose commands are typed as they stand.
 SHORTER = {
-    "hvd-train": 'case "$1" in fit|sweep) exec REAL "$@" --set max_epochs=1 ;; esac; exec REAL "$@"',
-    "mpirun": 'case "$4" in pole.py) count=10 ;; *) count=1 ;; esac; exec REAL "$1" "$2" "$3" "$4" $count',
+    "hvd-train": 'case "$1" in fit|sweep) exec REAL "$@" --set max_epochs=1 ;; run) '
+    'case "$6" in pole.py) count=10 ;; *) count=1 ;; esac; exec REAL "$1" "$2" "$3" "$4" "$5" "$6" $count ;; '
+    'esac; exec REAL "$@"',
     "pip": "exit 0",
 }
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Exit codes of launchers for a rank killed by a signal.
 FATAL = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
 
-LOST_FIX = "look for a crash or too little memory; --resume auto goes on from there"
+LOST_FIX = "look for a crash or too little memory, and go on from the last checkpoint (fit: --resume auto)"
 SHARED_MEMORY = Path("/dev/shm")
 
 

@@ -61,7 +61,7 @@ def refuse_unknown(environ: Mapping[str, str]) -> None:
         raise ConfigError(
             f"{who} is not supported by Horovod ({shown}): each process would train alone",
             where=f"environment variable {next(iter(variables))}",
-            fix="start it with horovodrun, mpirun or srun, or N ranks on this host with hvd-train fit -np N; "
+            fix="start it with horovodrun, mpirun or srun, or N ranks with hvd-train fit -np N or run -np N; "
             f"{ALONE} {' '.join(variables)}",
         )
 

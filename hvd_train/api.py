@@ -68,12 +68,12 @@ def fit(
     Raises the errors of ``hvd_train.errors``, which say what went wrong, where, and what to do.
 
     config: a dict of the configuration's keys, or a YAML file. model: a built model, which is trained in place, or a
-    function as for ``model.name``. data: ``(train, val)``, each (inputs, labels) or an object with ``fetch``, or a
-    function that returns them. loss: a name, or a function of (outputs, labels) that returns a value for each sample,
-    token or pixel, or (values, weights); for several outputs ``{output: loss}``. metrics: a list of the same, or
-    ``{output: list}``. If a metric has a method ``result``, it returns (samples, k), and ``result`` computes a number
-    from the k sums over all ranks. Pass the same on all ranks. resume, allow_change, overwrite: as for ``hvd-train
-    fit``.
+    function as for ``model.name``. data: ``(train, val)``, each (inputs, labels), a torch data set or an object with
+    ``fetch``; or one torch data set, of which a share is held out; or a function that returns these. loss: a name, or a
+    function of (outputs, labels) that returns a value for each sample, token or pixel, or (values, weights); for
+    several outputs ``{output: loss}``. metrics: a list of the same, or ``{output: list}``. If a metric has a method
+    ``result``, it returns (samples, k), and ``result`` computes a number from the k sums over all ranks. Pass the same
+    on all ranks. resume, allow_change, overwrite: as for ``hvd-train fit``.
     """
     if not all(isinstance(hook, Hook) for hook in hooks):
         strange = next(type(hook).__name__ for hook in hooks if not isinstance(hook, Hook))

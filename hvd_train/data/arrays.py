@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,11 @@ from hvd_train.config import TaskConfig
 from hvd_train.data.class_labels import class_column
 from hvd_train.data.classes import Classes, Known
 from hvd_train.data.column import INPUT, LABEL, Column, check_no_mask, is_image
-from hvd_train.data.order import permute
+from hvd_train.data.held_out import fold_held_out, share_held_out
 from hvd_train.data.ragged import RaggedRows, Varying
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample
 
-# The held-out part is a property of the data, not of a run.
-SPLIT_SEED = 20200101
 FEW = 64  # samples inspected for a remark
 Columns = Sequence[str] | Mapping[str, Sequence[str]]  # names of columns, or {name of an array: those of its columns}
 
@@ -184,40 +182,22 @@ class Arrays:
 
         If a sample has a label per position, or no label is a class, all samples count as one class.
         """
-        # At least one sample of each class, but never its only one.
-        return self._hold_out(lambda label, count: (0, min(count - 1, max(1, round(fraction * count)))))
+        return self._without(share_held_out(self._one_label(), fraction, self.where))
 
     def fold(self, part: int, parts: int) -> tuple[Arrays, Arrays]:
-        """Hold out fold ``part`` of ``parts`` of each class; return (training, held out).
+        """Hold out fold ``part`` of ``parts`` of each class; return (training, held out)."""
+        return self._without(fold_held_out(self._one_label(), part, parts, self.where))
 
-        Each sample is held out in exactly one fold, independently of the seed; the only sample of a class in none.
-        """
-
-        def bounds(label: int, count: int) -> tuple[int, int]:
-            # Rotated from class to class, or the last folds would get the remainders of all classes.
-            turned = (part + label) % parts
-            return (turned * count // parts, (turned + 1) * count // parts) if count > 1 else (0, 0)
-
-        return self._hold_out(bounds)
-
-    def _hold_out(self, bounds: Callable[[int, int], tuple[int, int]]) -> tuple[Arrays, Arrays]:
-        """Shuffle each class and hold out its samples [first, last), given by ``bounds(label, number of samples)``."""
+    def _one_label(self) -> np.ndarray:
+        """Return the class of each sample (n,), or 0 for all."""
         if not self._labels:
             fix = "take --split all"
             raise DataError("without labels nothing is held out, so there is no such split", where=self.where, fix=fix)
         column = next(iter(self._labels.values()))
         one = not column.field.shape and column.field.classes is not None
-        labels = np.asarray(column.values[:]).reshape(-1) if one else np.zeros(len(column.values), np.int64)
-        held = np.zeros(len(labels), bool)
-        for label in np.unique(labels):
-            members = np.flatnonzero(labels == label)
-            # Each class is shuffled independently, so adding samples to one class moves none of another.
-            shuffled = members[permute(np.arange(len(members)), len(members), SPLIT_SEED, int(label))]
-            first, last = bounds(int(label), len(members))
-            held[shuffled[first:last]] = True
-        if not held.any():
-            fix = "give more samples, or a validation part"
-            raise DataError("no class has two samples, so nothing can be held out", where=self.where, fix=fix)
+        return np.asarray(column.values[:]).reshape(-1) if one else np.zeros(len(column.values), np.int64)
+
+    def _without(self, held: np.ndarray) -> tuple[Arrays, Arrays]:
         return self._part(np.flatnonzero(~held)), self._part(np.flatnonzero(held))
 
     def _part(self, rows: np.ndarray) -> Arrays:

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from hvd_train.config import DataConfig, TaskConfig
-from hvd_train.data.arrays import Arrays
 from hvd_train.data.classes import Known
 from hvd_train.data.combined import joined_samples
 from hvd_train.errors import DataError
@@ -39,11 +39,19 @@ class DataRequest:
 NEW_RUN = DataRequest()
 
 
+class Divisible(Source, Protocol):
+    """Samples of which some can be held out; both methods return (training, held out)."""
+
+    def split(self, fraction: float) -> tuple[Source, Source]: ...
+
+    def fold(self, part: int, parts: int) -> tuple[Source, Source]: ...
+
+
 @dataclass(frozen=True)
 class Whole:
     """Samples that are not yet split into training and validation (``fraction``), and a test part, if any."""
 
-    samples: Arrays
+    samples: Divisible
     fraction: float
     test: Source | None = None
 

@@ -14,7 +14,9 @@ from hvd_train.config.user_code import user_errors, user_function
 from hvd_train.data.arrays import Arrays, float64_arrays
 from hvd_train.data.classes import Known
 from hvd_train.data.column import LABEL, check_no_mask, is_class
-from hvd_train.data.dataset import DataRequest, Parts, known
+from hvd_train.data.dataset import DataRequest, Parts, Whole, known
+from hvd_train.data.held_out import fold_held_out, share_held_out
+from hvd_train.data.items import Items, gives_items
 from hvd_train.data.ragged import RaggedRows, check_lengths, is_ragged, ragged_rows
 from hvd_train.data.streams import StreamSource
 from hvd_train.errors import DataError, named_reason
@@ -22,9 +24,10 @@ from hvd_train.protocol import Field, Fields, Source
 
 
 def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_data: Any) -> Parts:
-    """Open (train, val) or (train, val, test), each a source, a stream or a pair of arrays.
+    """Open (train, val) or (train, val, test), or one data set of which a share is held out.
 
-    ``user_data``: the tuple, or a function(**data.options) that returns it; None: ``data.name`` names the function.
+    A part is a pair of arrays, an object with ``fetch``, a data set that gives one sample at a time, or a stream.
+    ``user_data``: these, or a function(**data.options) that returns it; None: ``data.name`` names the function.
     """
     where = "data" if user_data is not None else f"data.name: {config.name}"
     made = user_data
@@ -32,6 +35,10 @@ def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_
         function = user_data or imported(config.name, where)
         with user_errors("the function failed", where, "look at data.options too", DataError):
             made = function(**config.options)
+    if isinstance(made, dict) and "train" in made and all(map(gives_items, made.values())):
+        made = _splits(made, where)
+    if gives_items(made):
+        return Whole(ItemSource(made, config, task, where, known(config, request), request.labels), config.val_fraction)
     listed = isinstance(made, tuple | list) and len(made) in (2, 3)
     if not listed or (len(made) == 3 and any(hasattr(part, "__array__") for part in made)):
         fix = "give (train, val), or (train, val, test)"
@@ -51,6 +58,16 @@ def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_
     return parts
 
 
+def _splits(made: dict[str, Any], where: str) -> tuple[Any, ...]:
+    """Return (train, val) or (train, val, test) of data sets by their names, as Hugging Face has them."""
+    val = next((made[name] for name in ("validation", "val", "valid") if name in made), None)
+    test = made.get("test")
+    if val is None:
+        what = f"there is no part 'validation' among {', '.join(map(str, made))}"
+        raise DataError(what, where=where, fix="give (train, val), or the training part alone: val_fraction divides it")
+    return (made["train"], val) if test is None else (made["train"], val, test)
+
+
 def imported(name: str, where: str) -> Callable[..., Any]:
     """Import a user's function; raise DataError with the reason if it cannot be imported."""
     return user_function(name, where, DataError)
@@ -59,7 +76,9 @@ def imported(name: str, where: str) -> Callable[..., Any]:
 def _source(
     part: Any, config: DataConfig, task: TaskConfig, where: str, classes: Known, labelled: bool = True
 ) -> Source:
-    """Make a source from one part of the user's data: arrays, an object with ``fetch``, or a stream."""
+    """Make a source from one part of the user's data: arrays, an object with ``fetch``, a data set, or a stream."""
+    if gives_items(part):
+        return ItemSource(part, config, task, where, classes, labelled)
     if not isinstance(part, tuple | list | dict):
         iterated = hasattr(part, "__iter__") and not hasattr(part, "__array__")
         if hasattr(part, "fetch") or not (iterated or hasattr(part, "iterate")):
@@ -165,6 +184,60 @@ class UserSource:
     def _fetch(self, indices: np.ndarray, *epoch: int) -> Any:
         with user_errors("fetch failed", self._where, kind=DataError):
             return self._user_source.fetch(indices, *epoch)
+
+
+class ItemSource(UserSource):
+    """A data set that gives one sample at a time, as torch's; see ``Items``."""
+
+    def __init__(
+        self,
+        user_source: Any,
+        config: DataConfig,
+        task: TaskConfig,
+        where: str,
+        classes: Known,
+        labelled: bool = True,
+        items: Items | None = None,
+    ) -> None:
+        if config.lengths:
+            what = "samples of different lengths come from arrays, or from an object with fetch and lengths"
+            raise DataError(what, where="data.lengths", fix="pad them to one length, and leave it out")
+        self._arguments = (user_source, config, task, where, classes, labelled)
+        with user_errors("the data set failed", where, kind=DataError):
+            items = items or Items.of(user_source, where, features=config.features, labels=config.labels)
+        default = classes.default
+        counted = default.count or default.names or classes.run or classes.train
+        of_classes = "cross_entropy" in [loss for loss, _ in task.terms.values()]
+        if len(items) and of_classes and not counted and items.num_classes is None:
+            what = "the number of classes is not known: the data set lists neither classes nor targets"
+            raise DataError(what, where=where, fix="set data.num_classes")
+        super().__init__(items, config, task, where, classes, labelled)
+        self.items, self.rows = items, items.rows
+        if items.random:
+            line = "samples are random: drawn by (seed, epoch, index), the same on any number of ranks and workers"
+            self.note = "\n".join(filter(None, [self.note, line]))
+        if not classes.run:  # ranks that evaluate are connected already, and draw nothing meanwhile
+            items.begin(config.workers)
+
+    def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
+        inputs, labels = self._fetch(indices, seed, epoch)
+        return self._template.convert(inputs, labels, indices)
+
+    def split(self, fraction: float) -> tuple[ItemSource, ItemSource]:
+        """Hold out ``fraction`` of each class, as ``Arrays.split``; of all samples if no targets are listed."""
+        return self._without(share_held_out(self._labels(), fraction, self._where))
+
+    def fold(self, part: int, parts: int) -> tuple[ItemSource, ItemSource]:
+        """Hold out fold ``part`` of ``parts`` of each class."""
+        return self._without(fold_held_out(self._labels(), part, parts, self._where))
+
+    def _labels(self) -> np.ndarray:
+        labels = self.items.labels_known()
+        return np.zeros(len(self), np.int64) if labels is None else labels
+
+    def _without(self, held: np.ndarray) -> tuple[ItemSource, ItemSource]:
+        train, val = (ItemSource(*self._arguments, self.items.part(np.flatnonzero(rows))) for rows in (~held, held))
+        return train, val
 
 
 def _may_be_masked(field: Field, ignore: int) -> bool:

@@ -66,9 +66,12 @@ class DataConfig(Section):
         None, description="masked_text, labeled_text: a tokenizer.json of the tokenizers library; null: learn one"
     )
     features: list[str] | None = Field(
-        None, description="table, labeled_text: columns that are the input; default: all but labels"
+        None,
+        description="table, labeled_text, data sets of dicts: columns that are the input; default: all but labels",
     )
-    labels: str | list[str] | None = Field(None, description="table, labeled_text: the column to learn, or several")
+    labels: str | list[str] | None = Field(
+        None, description="table, labeled_text, data sets of dicts: the column to learn, or several"
+    )
     num_classes: Positive | None = Field(None, description="number of classes; default: the largest label + 1")
     images: bool | None = Field(
         None,
@@ -100,8 +103,9 @@ class DataConfig(Section):
             raise_problems([("transforms", what)])
         if self.name == "labeled_text" and not self.lengths:
             raise_problems([("lengths", "labeled_text needs it, for example {max_length: 256, truncate: true}")])
-        if self.name not in ("table", "labeled_text"):
-            raise_problems([(key, "belongs to name: table") for key in ("features", "labels") if getattr(self, key)])
+        if self.name not in ("table", "labeled_text") and ":" not in self.name:
+            given = [key for key in ("features", "labels") if getattr(self, key)]
+            raise_problems([(key, "belongs to name: table, or to your own data set") for key in given])
         if self.images is not None and self.name not in ARRAYS and ":" not in self.name:
             raise_problems([("images", f"belongs to {', '.join(ARRAYS)} and your own data")])
         if self.fold and not (self.fold[1] >= 2 and self.fold[0] < self.fold[1]):

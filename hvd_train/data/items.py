@@ -1,0 +1,275 @@
+"""Data sets that give one sample at a time: torch's Dataset, torchvision's, Hugging Face's, and a DataLoader's.
+
+What is random in ``__getitem__`` is drawn from generators that are seeded by (seed, epoch, index). So any number of
+ranks and workers, and a resumed run, get the same samples. These generators are global to a process, in which the
+training draws its own numbers, so such samples are fetched in processes of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from hvd_train.data.item_workers import ItemWorkers
+from hvd_train.data.order import mix
+from hvd_train.errors import DataError
+
+LOOKED_AT = 4  # samples of the fingerprint
+EVALUATION = -1  # the epoch of samples that are not for training
+CHANNELS = (1, 3)
+SAMPLERS = ("SequentialSampler", "RandomSampler")
+FIX = "let __getitem__ return (inputs, label): each a tensor, an array or a number, or a dict of them by name"
+
+
+def gives_items(part: Any) -> bool:
+    """Return whether this is a data set with ``__getitem__`` by index, or a DataLoader of one."""
+    other = any(hasattr(part, name) for name in ("__array__", "fetch", "iterate"))
+    if other or isinstance(part, tuple | list | dict | str) or _is(part, "torch.utils.data", "IterableDataset"):
+        return False
+    return _is_loader(part) or (hasattr(part, "__getitem__") and hasattr(part, "__len__"))
+
+
+def _is_loader(part: Any) -> bool:
+    return _is(part, "torch.utils.data", "DataLoader")
+
+
+def _is(part: Any, module: str, name: str) -> bool:
+    """Return whether a part is of a class, whose module need not be imported."""
+    return any(kind.__name__ == name and kind.__module__.startswith(module) for kind in type(part).__mro__)
+
+
+class Items:
+    """A data set by items as an object with ``fetch``. Its samples are ``rows`` of the data set, in this order.
+
+    ``features``, ``labels``: the keys of an item that is a dict; None: ``label`` or ``labels``, and all others.
+    ``collate``: makes (inputs, labels) of a list of items, in place of stacking.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        where: str,
+        features: Sequence[str] | None = None,
+        labels: str | Sequence[str] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self._dataset, self._where, self._features, self._labels = dataset, where, features, labels
+        self._collate, self._length = collate, len(dataset)
+        self._workers: ItemWorkers | None = None
+        self._alone = threading.Lock()  # held while the process' generators are seeded for a sample
+        self.rows = np.arange(self._length)
+        self.random = False
+        if self._length:
+            if not collate:
+                with _generators_kept():
+                    self._pair(dataset[0])  # it may be none
+            first, again = self._digest([0], 0), self._digest([0], 1)
+            self.random = first != again
+            if first != self._digest([0], 0):
+                what = "sample 0 differs each time it is read, so ranks and resumed runs would see different samples"
+                fix = "draw what is random in __getitem__ from the generators of random, numpy.random and torch"
+                raise DataError(what, where=where, fix=fix)
+        self.fingerprint = self._fingerprint()
+        self.num_classes = _classes_of(dataset)
+
+    @classmethod
+    def of(cls, part: Any, where: str, **keys: Any) -> Items:
+        """Make it of a data set or a DataLoader, whose data set and ``collate_fn`` are taken. Raises DataError."""
+        if _is(part, "keras", "PyDataset"):
+            what = "a PyDataset gives whole batches, which N ranks cannot divide"
+            raise DataError(what, where=where, fix="give arrays, or a data set whose __getitem__ gives one sample")
+        if not _is_loader(part):
+            return cls(part, where, **keys)
+        if _is(part.dataset, "torch.utils.data", "IterableDataset"):
+            raise DataError("the DataLoader reads a stream", where=where, fix="give the stream, with __len__")
+        own = type(part.sampler).__name__ not in SAMPLERS or getattr(part.sampler, "replacement", False)
+        if own or part.batch_size is None:
+            sampler = type(part.sampler).__name__ if own else "batch sampler of its own"
+            what = f"the DataLoader has a {sampler}, and the order of samples is made here"
+            raise DataError(what, where=where, fix="leave it out; data.sampling: balanced takes all classes alike")
+        plain = part.collate_fn.__name__ in ("default_collate", "default_convert")
+        return cls(part.dataset, where, collate=None if plain else part.collate_fn, **keys)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def part(self, rows: np.ndarray) -> Items:
+        """Return the data set of these samples."""
+        one = object.__new__(type(self))
+        vars(one).update(vars(self) | {"rows": self.rows[rows]})
+        one.fingerprint = hashlib.sha256(f"{self.fingerprint} {one.rows.tobytes().hex()}".encode()).hexdigest()
+        return one
+
+    def labels_known(self) -> np.ndarray | None:
+        """Return the class of each sample (n,) if the data set lists them, as torchvision's do, else None."""
+        labels = _targets(self._dataset)
+        return None if labels is None else labels[self.rows]
+
+    def begin(self, workers: int) -> None:
+        """Fetch in ``workers`` processes from now on, if samples are random or it is above 1.
+
+        Call it before there are other threads.
+        """
+        if not self._workers and (self.random or workers > 1):
+            self._workers = ItemWorkers(workers, self._read, self._where)
+
+    def fetch(self, indices: np.ndarray, seed: int = 0, epoch: int = EVALUATION) -> tuple[Any, Any]:
+        """Return the inputs and labels of samples, each (k, ...) or a dict of such; thread-safe."""
+        rows = self.rows[indices]
+        if self._workers:
+            return self._workers.run(rows, seed, epoch)
+        with self._alone if self.random else nullcontext():
+            return self._read(rows, seed, epoch)
+
+    def _read(self, rows: np.ndarray, seed: int, epoch: int) -> tuple[Any, Any]:
+        if len(self._dataset) != self._length:
+            what = f"the data set had {self._length:,} samples, and has {len(self._dataset):,} now"
+            raise DataError(what, where=self._where, fix="its length must not change")
+        items = []
+        for row in rows.tolist():
+            if self.random:
+                seed_all(mix(mix(seed, epoch), row))
+            items.append(self._dataset[row])
+        pairs = items if self._collate else [self._pair(item) for item in items]
+        made = self._collate(pairs) if self._collate else pairs
+        if self._collate:
+            inputs, labels = self._pair(made)
+            return _converted(inputs, True), _converted(labels, True)
+        return tuple(_stacked([_converted(pair[k]) for pair in made], self._where) for k in (0, 1))
+
+    def _pair(self, item: Any) -> tuple[Any, Any]:
+        """Return (inputs, label) of an item."""
+        if isinstance(item, tuple | list) and len(item) == 2:
+            return item[0], item[1]
+        if not hasattr(item, "keys"):
+            kind = f"a {type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
+            raise DataError(f"a sample is {kind}", where=self._where, fix=FIX)
+        keys = list(item.keys())
+        given = [self._labels] if isinstance(self._labels, str) else list(self._labels or ())
+        labels = given or [key for key in keys if key in ("label", "labels")][:1]
+        features = list(self._features or [key for key in keys if key not in labels])
+        if not labels or (missing := [key for key in (*labels, *features) if key not in keys]):
+            what = f"a sample has {', '.join(map(str, keys))}" + (f", not {', '.join(missing)}" if labels else "")
+            raise DataError(what, where=self._where, fix="name its columns in data.labels and data.features")
+        one_input, one_label = len(features) == 1, len(labels) == 1
+        return (
+            item[features[0]] if one_input else {key: item[key] for key in features},
+            item[labels[0]] if one_label else {key: item[key] for key in labels},
+        )
+
+    def _digest(self, rows: Sequence[int], seed: int) -> str:
+        """Return a hash of samples drawn with ``seed``; the process' generators stay as they are."""
+        digest = hashlib.sha256()
+        with _generators_kept():
+            for row in rows:
+                seed_all(mix(seed, row))
+                digest.update(_bytes(self._dataset[row]))
+        return digest.hexdigest()
+
+    def _fingerprint(self) -> str:
+        kind, few = type(self._dataset), np.linspace(0, self._length - 1, LOOKED_AT).astype(int) if self._length else []
+        text = f"{kind.__module__}.{kind.__qualname__} {self._length} {self._digest(sorted({*map(int, few)}), 0)}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def seed_all(key: int) -> None:
+    """Seed the global generators of Python, NumPy and PyTorch (if it is imported)."""
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(key)
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    python, numpy, torch = random.getstate(), np.random.get_state(), sys.modules.get("torch")
+    state = torch.get_rng_state() if torch else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if torch and state is not None:
+            torch.set_rng_state(state)
+
+
+def _converted(value: Any, batched: bool = False) -> Any:
+    """Convert tensors to arrays; images of PyTorch, (channels, height, width), get their channels last."""
+    if hasattr(value, "keys"):
+        return {key: _converted(value[key], batched) for key in value.keys()}  # noqa: SIM118
+    image = _is(value, "torch", "Tensor") and value.ndim == 3 + batched
+    if image and value.shape[batched] in CHANNELS and value.shape[-1] not in CHANNELS:
+        value = value.movedim(int(batched), -1)
+    return value.detach().cpu().numpy() if _is(value, "torch", "Tensor") else np.asarray(value)
+
+
+def _stacked(values: list[Any], where: str) -> Any:
+    if isinstance(values[0], dict):
+        return {key: _stacked([one[key] for one in values], where) for key in values[0]}
+    shapes = {one.shape for one in values}
+    if len(shapes) > 1:
+        what = f"samples have unequal shapes, as {' and '.join(map(str, sorted(shapes)[:2]))}"
+        raise DataError(what, where=where, fix="give them one shape in __getitem__, by padding or resizing")
+    return np.stack(values)
+
+
+def _bytes(value: Any) -> bytes:
+    if hasattr(value, "keys"):
+        return b"".join(f"{key}:".encode() + _bytes(value[key]) for key in value.keys())  # noqa: SIM118
+    if isinstance(value, tuple | list):
+        return b"".join(map(_bytes, value))
+    if isinstance(value, str | bytes | None):
+        return repr(value).encode()
+    return np.ascontiguousarray(_converted(value)).tobytes()
+
+
+def _targets(dataset: Any) -> np.ndarray | None:
+    """Return the labels that a data set lists (n,), through subsets and concatenations; None: it lists none."""
+    if _is(dataset, "torch.utils.data", "Subset"):
+        inner = _targets(dataset.dataset)
+        return None if inner is None else inner[np.asarray(dataset.indices, np.int64)]
+    if _is(dataset, "torch.utils.data", "ConcatDataset"):
+        parts = [_targets(one) for one in dataset.datasets]
+        return None if any(one is None for one in parts) else np.concatenate(parts)  # type: ignore[arg-type]
+    if _is(dataset, "torch.utils.data", "TensorDataset"):
+        listed = dataset.tensors[-1]
+    else:
+        listed = getattr(dataset, "targets", None)
+    try:
+        labels = np.asarray(listed)
+    except (TypeError, ValueError):
+        return None
+    return labels if labels.shape == (len(dataset),) and labels.dtype.kind in "iu" else None
+
+
+def _classes_of(dataset: Any) -> int | None:
+    """Return the number of classes that the data set says or lists."""
+    if (count := getattr(dataset, "num_classes", None)) is not None:
+        return int(count)
+    if isinstance(names := getattr(dataset, "classes", None), list | tuple):
+        return len(names)
+    if _is(dataset, "torch.utils.data", "Subset"):
+        return _classes_of(dataset.dataset)
+    if _is(dataset, "torch.utils.data", "ConcatDataset"):
+        counts = [_classes_of(one) for one in dataset.datasets]
+        return None if None in counts else max(counts)  # type: ignore[type-var]
+    if (feature := _class_label(dataset)) is not None:
+        return int(feature)
+    labels = _targets(dataset)
+    return None if labels is None or not len(labels) else int(labels.max()) + 1
+
+
+def _class_label(dataset: Any) -> int | None:
+    """Return the number of classes of a Hugging Face data set's label column, if it is of type ClassLabel."""
+    features = getattr(dataset, "features", None)
+    if not hasattr(features, "values"):
+        return None
+    counts = [one.num_classes for one in features.values() if hasattr(one, "num_classes")]
+    return counts[0] if len(counts) == 1 else None

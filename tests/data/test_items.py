@@ -1,0 +1,261 @@
+"""Data sets that give one sample at a time: the same samples on any number of ranks and workers, also random ones."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from hvd_train.config import load_config
+from hvd_train.data.catalog import open_data
+from hvd_train.data.dataset import DataRequest
+from hvd_train.data.formats import read_digits
+from hvd_train.data.loader import Loader
+from hvd_train.errors import ConfigError, DataError
+from tests.launching import needs_horovod
+from tests.limits import SECONDS
+
+ROOT = Path(__file__).parents[2]
+torch = pytest.importorskip("torch")
+utils = torch.utils.data
+IMAGES, LABELS = read_digits()
+
+
+class Digits(utils.Dataset):
+    """As torchvision's: ``targets``, and a transform; ``noise`` is drawn from all three generators."""
+
+    targets = LABELS.tolist()
+
+    def __init__(self, noise=0.0, count=1797):
+        self.noise, self.targets = noise, LABELS[:count].tolist()
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, k):
+        image = torch.tensor(IMAGES[k] / 16, dtype=torch.float32)[None]
+        if self.noise:
+            image += self.noise * (torch.rand_like(image) + random.random() + np.random.rand())
+        return image, int(LABELS[k])
+
+
+class Named(utils.Dataset):
+    """Its samples are dicts, as Hugging Face's."""
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, k):
+        return {"image": IMAGES[k], "label": int(LABELS[k]), "id": k}
+
+
+def opened(data, request=None, **keys):
+    config = load_config(base={"data": {"name": "mine:data", **keys}})
+    return open_data(config.data, config.task, data, request or DataRequest())
+
+
+def trained_on(data, ranks, workers, epoch=0):
+    """All samples of an epoch by their order in it, (n, ...), put together from the ranks' parts."""
+    parts = []
+    for rank in range(ranks):
+        loader = Loader(data, global_batch=60, rank=rank, size=ranks, seed=3, workers=workers)
+        batches = [batch for step in loader.epoch(epoch) for batch in step.micro_batches]
+        parts.append([(one.inputs["input"][: one.count], one.labels["label"][: one.count]) for one in batches])
+    steps = list(zip(*parts, strict=True))
+    return tuple(np.concatenate([part[k] for step in steps for part in step]) for k in (0, 1))
+
+
+def generators():
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_any_number_of_ranks_and_workers_gets_the_same_samples(noise):
+    data = Digits(noise, 300)
+    want = trained_on(opened((data, data)).train, 1, 1)
+    assert len(want[0]) == 300 and want[0].shape[1:] == (8, 8, 1)
+    for workers in (1, 2):
+        train = opened((data, data), workers=workers).train
+        before = generators()
+        for ranks in (1, 2, 3):
+            assert all(map(np.array_equal, trained_on(train, ranks, workers), want))
+        assert before == generators()  # the training draws from these
+    again = trained_on(train, 2, 2, epoch=1)[0]
+    assert np.array_equal(np.sort(again, 0), np.sort(want[0], 0)) == (not noise)
+
+
+def test_one_data_set_is_divided_by_class():
+    data = opened(Digits(count=500))
+    rows = np.sort([*data.train.rows, *data.val.rows])
+    assert np.array_equal(rows, np.arange(500)) and len(data.val) == 100
+    shares = np.bincount(LABELS[data.val.rows]) / np.bincount(LABELS[:500])
+    assert np.allclose(shares, 0.2, atol=0.02)
+    inputs, labels = data.val.fetch(np.arange(4))
+    assert np.array_equal(labels["label"], LABELS[data.val.rows[:4]])
+    assert np.array_equal(inputs["input"][..., 0], (IMAGES[data.val.rows[:4]] / 16).astype(np.float32))
+    assert data.train.fingerprint != data.val.fingerprint
+    folds = [opened(Digits(count=500), fold=[k, 4]).val.rows for k in range(4)]
+    assert np.array_equal(np.sort(np.concatenate(folds)), np.arange(500))
+
+
+def dataloader(**options):
+    return utils.DataLoader(Digits(count=200), **options)
+
+
+def collated(items):
+    return torch.stack([image for image, _ in items]) * 2, torch.tensor([label for _, label in items])
+
+
+@pytest.mark.parametrize(
+    ("part", "keys", "count"),
+    [
+        (utils.Subset(Digits(), range(5, 105)), {}, 100),
+        (utils.ConcatDataset([Digits(count=50), Digits(count=70)]), {}, 120),
+        (utils.TensorDataset(torch.tensor(IMAGES[:90] / 16), torch.tensor(LABELS[:90])), {}, 90),
+        (dataloader(batch_size=7, shuffle=True), {}, 200),
+        (dataloader(collate_fn=collated), {}, 200),
+        (Named(), {"features": ["image"], "num_classes": 10}, 200),
+    ],
+)  # fmt: skip
+def test_what_people_have(part, keys, count):
+    data = opened((part, part), **keys)
+    assert len(data.train) == count and data.sample.labels["label"].classes == 10
+    inputs, labels = data.train.fetch(np.arange(count))
+    first = 5 if isinstance(part, utils.Subset) else 0
+    if not isinstance(part, utils.ConcatDataset):
+        assert np.array_equal(labels["label"], LABELS[first : first + count])
+        scale = 2 / 16 if getattr(part, "collate_fn", None) is collated else 1 if part.__class__ is Named else 1 / 16
+        want = IMAGES[first : first + count] * scale
+        assert np.allclose(inputs["input"].reshape(count, -1), want.reshape(count, -1))
+
+
+def test_several_inputs_by_their_names():
+    data = opened((Named(), Named()), features=["image", "id"], num_classes=10)
+    assert set(data.sample.inputs) == {"image", "id"}
+
+
+def test_parts_by_hugging_faces_names():
+    splits = {"train": Digits(count=60), "validation": Digits(count=40), "test": Digits(count=20)}
+    data = opened(splits, DataRequest(test=True))
+    assert [len(data.parts[name]) for name in ("train", "val", "test")] == [60, 40, 20]
+
+
+class Clock(Digits):
+    def __getitem__(self, k):
+        return torch.tensor([time.perf_counter()]), 0
+
+
+class Uneven(Digits):
+    def __getitem__(self, k):
+        return torch.zeros(3 + k % 2), 0
+
+
+class Growing(Digits):
+    def __getitem__(self, k):
+        self.targets.append(0)
+        return torch.zeros(3), 0
+
+
+class Three(Digits):
+    def __getitem__(self, k):
+        return torch.zeros(3), 0, 0
+
+
+class Without(utils.Dataset):
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, k):
+        return torch.zeros(3), k % 2
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        (Clock(), "sample 0 differs each time it is read, .*; draw what is random"),
+        (Uneven(), r"samples have unequal shapes, as \(3,\) and \(4,\); .*; give them one shape"),
+        (Growing(), "the data set had 1,797 samples, and has 1,[78].. now; .*; its length must not change"),
+        (Three(), "a sample is a tuple of 3; .*; let __getitem__ return"),
+        (Without(), "the number of classes is not known: .*; set data.num_classes"),
+        (Named(), "the number of classes is not known"),
+        (dataloader(sampler=utils.WeightedRandomSampler([1.0] * 9, 9)), "a WeightedRandomSampler, and the order"),
+        (dataloader(batch_sampler=utils.BatchSampler(range(9), 3, True)), "a batch sampler of its own, and the order"),
+        (utils.TensorDataset(torch.zeros(9, 3)), "a sample is a tuple of 1"),
+        ({"train": Digits()}, "there is no part 'validation' among train"),
+    ],
+)  # fmt: skip
+def test_bad_data(part, told):
+    with pytest.raises(DataError, match=told):
+        opened(part if isinstance(part, dict) else (part, part)).train.fetch(np.arange(4))
+
+
+def test_columns_that_are_not_there():
+    with pytest.raises(DataError, match="a sample has image, label, id, not picture; .*data.features"):
+        opened(Named(), features=["picture"], num_classes=10)
+    with pytest.raises(ConfigError, match="data.features: belongs to name: table, or to your own data set"):
+        load_config(base={"data": {"name": "digits", "features": ["x"]}})
+
+
+def test_no_process_is_left():
+    train = opened(Digits(1.0), workers=2).train
+    mine = [child for child in psutil.Process().children() if child.name() == psutil.Process().name()]
+    assert len(mine) >= 2
+    train.drawn(np.arange(3), 0, 0)
+    del train
+    gc.collect()
+    assert len(psutil.wait_procs(mine, timeout=20)[1]) == 0
+
+
+def test_a_process_that_dies_is_told():
+    train = opened(Digits(1.0)).train
+    for child in psutil.Process().children():
+        os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(DataError, match="a process that fetches samples has ended; .*look for a crash"):
+        train.drawn(np.arange(3), 0, 0)
+
+
+JOB = """
+import numpy as np, random, torch
+from hvd_train.data.formats import read_digits
+
+IMAGES, LABELS = read_digits()
+
+class Digits(torch.utils.data.Dataset):
+    targets = LABELS.tolist()
+    def __len__(self):
+        return len(LABELS)
+    def __getitem__(self, k):
+        noise = 0.1 * torch.rand(1, 8, 8) + np.random.rand() + random.random()
+        return torch.tensor(IMAGES[k] / 16)[None] + noise, LABELS[k]
+
+def data():
+    return Digits()
+"""
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_a_random_data_set_trains_the_same_on_two_ranks(framework, tmp_path):
+    needs_horovod()
+    (tmp_path / "mine.py").write_text(JOB)
+    words = [sys.executable, "-P", "-m", "hvd_train", "fit", "--set", "data.name=mine:data", "--set", "data.workers=2"]
+    for setting in (f"framework={framework}", "model={name: mlp, hidden: [8]}", "max_epochs=1", "precision=64"):
+        words += ["--set", setting]
+    losses = []
+    for ranks in (1, 2):
+        line = [*words, "-np", str(ranks), "--set", f"batch_size={64 // ranks}", "--run-dir", f"runs/{ranks}"]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "samples are random: drawn by (seed, epoch, index)" in done.stdout + done.stderr
+        losses.append(json.loads((tmp_path / "runs" / str(ranks) / "summary.json").read_text())["val_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)

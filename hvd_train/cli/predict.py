@@ -16,7 +16,7 @@ from hvd_train.cli.launching import run_here_or_on_ranks
     "--output",
     type=options.FILE,
     required=True,
-    help="A .npy file: logits, one row a sample; with --names a .csv file.",
+    help="A .npy file: what the model gives, a row a sample; or a .csv table with names and units.",
 )
 @click.option("--names", is_flag=True, help="Write a table: each sample's class by name, and its probability.")
 @click.option("--overwrite", is_flag=True, help="Replace the file.")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +14,7 @@ from hvd_train.config import Config
 from hvd_train.core.agreement import collectively
 from hvd_train.errors import ConfigError
 from hvd_train.jobs.job import Job
-from hvd_train.jobs.prediction_files import ArrayFile, ClassTable
+from hvd_train.jobs.prediction_files import ArrayFile, ClassTable, Table, sigmoid
 from hvd_train.jobs.trained_run import trained_job
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Batch, Communicator, Field, one_or_all
@@ -26,9 +28,9 @@ def check_output(config: Config, output: Path, overwrite: bool, names: bool) -> 
     """
     if names:
         _check_names(config, output)
-    elif output.suffix not in (".npy", ""):
-        what = "the predictions are written as .npy"
-        raise ConfigError(what, where=f"-o {output}", fix="end its name in .npy; a .csv file is for --names")
+    elif output.suffix not in (".npy", ".csv", ""):
+        what = "predictions are a .npy file or a .csv table"
+        raise ConfigError(what, where=f"-o {output}", fix="end its name in .npy or .csv")
     outputs = [name for name in config.task.terms if name]
     existing = [path for path in map(partial(_file_of, output), outputs or [""]) if path.exists()]
     if existing and not overwrite and world().rank == 0:
@@ -63,10 +65,11 @@ def predict(
     overwrite: bool = False,
     names: bool = False,
 ) -> int:
-    """Write the model's outputs (samples, ...), in the data set's order, as .npy. All ranks share the work.
+    """Write the model's outputs (samples, ...), in the data set's order, as .npy or .csv. All ranks share the work.
 
     Several outputs become files OUTPUT.NAME.npy. Labels are needed only if they determine the held-out samples.
-    ``names``: write a table with each sample's class and probability instead.
+    A .csv is a table with the numbers in the labels' units, or with the class and the probabilities; ``names``: with
+    the class and its probability alone.
     """
     with trained_job(config, which, split, verbose, labels=False) as job:
         communicator, split = job.communicator, job.split
@@ -98,16 +101,34 @@ def _new_file(job: Job, names: bool, name: str, rows: np.ndarray, output: Path, 
     """Create the file of the output ``name``. ``rows``: a sample of its rows."""
     sample, labels = job.data.sample, job.data.sample.labels
     field = labels.get(name) or one_or_all(labels)
-    if not names:
+    if not names and output.suffix != ".csv":
         return ArrayFile(output, overwrite)
+    part, where = job.data.parts[job.split], "--names" if names else f"-o {output}"
+    loss = job.config.task.terms.get(name, job.config.task.terms.get("", ("", 1.0)))[0]
+    if not (names or _of_classes(job.config, name, loss)):
+        if rows.ndim > 2:
+            what = f"the model gives {rows.shape[1:]} for a sample, which is no row of a table"
+            raise ConfigError(what, where=where, fix="end its name in .npy", common=True)
+        return Table(output, overwrite, part, _titles(field, labels, rows), *([sigmoid] if loss == "bce" else []))
+    fix = "leave it out: the numbers are written as .npy" if names else "end its name in .npy"
     if not isinstance(field, Field) or field.shape:
         what = "the model predicts a class for each token or pixel"
-        raise ConfigError(what, where="--names", fix="leave it out: the numbers are written as .npy", common=True)
+        raise ConfigError(what, where=where, fix=fix, common=True)
     wanted = max(2, field.classes or sample.declared_classes or 0)
     if rows.ndim != 2 or rows.shape[1] < wanted:  # the argmax of a single number is always 0
         what = f"the model gives {rows.shape[1:]} for a sample, and not a number for each of {wanted} classes"
-        raise ConfigError(what, where="--names", fix="leave it out: the numbers are written as .npy", common=True)
-    return ClassTable(output, overwrite, field.names, job.data.parts[job.split])
+        raise ConfigError(what, where=where, fix=fix, common=True)
+    return ClassTable(output, overwrite, part, field.names, every=not names)
+
+
+def _titles(field: Any, labels: Mapping[str, Field], rows: np.ndarray) -> Sequence[str]:
+    """Return the titles of the model's numbers: the label's columns, or its name."""
+    count = rows.shape[1] if rows.ndim > 1 else 1
+    columns = field.columns if isinstance(field, Field) else ()
+    if len(columns) == count:
+        return columns
+    name = next((key for key, one in labels.items() if one is field), "prediction")
+    return [name] if count == 1 else [f"{name} {k}" for k in range(count)]
 
 
 def _file_of(output: Path, name: str) -> Path:

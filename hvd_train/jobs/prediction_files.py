@@ -6,7 +6,7 @@ import csv
 import errno
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,44 +79,78 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return powers / powers.sum(-1, keepdims=True)
 
 
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """Return the probabilities of logits, without overflow."""
+    return 0.5 * (1 + np.tanh(0.5 * logits))
+
+
 def sample_names(part: Source) -> Sequence[str] | np.ndarray:
     """Return the samples' names: their files, or their indices in the whole data set."""
     files, rows = getattr(part, "files", ()), getattr(part, "rows", None)
     return files or (np.arange(len(part)) if rows is None else rows)
 
 
-class ClassTable(ArrayFile):
-    """A CSV file with the predicted class name of each sample and its softmax probability.
+class Table(ArrayFile):
+    """A CSV file with a row for each sample of ``part``, in their order: what the model gives, (n,) or (n, k).
 
-    Rows come in the order of the samples of ``part``. ``names``: of the classes.
+    ``titles``: of the k numbers; ``convert``: (n, k) in 64 bits -> the numbers that are written.
     """
 
-    def __init__(self, output: Path, overwrite: bool, names: Sequence[str], part: Source) -> None:
+    def __init__(
+        self,
+        output: Path,
+        overwrite: bool,
+        part: Source,
+        titles: Sequence[str] = (),
+        convert: Callable[[np.ndarray], np.ndarray] = lambda values: values,
+    ) -> None:
         super().__init__(output, overwrite)
-        self._names, self._samples = names, sample_names(part)
+        self._titles, self._convert, self._samples = titles, convert, sample_names(part)
         self._column = "file" if getattr(part, "files", ()) else "sample"
 
     def header(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._shape, self._dtype = shape, dtype
-        self._write([[self._column, "class", "probability"]])
+        self._write([[self._column, *self._columns()]])
 
     def put(self, indices: np.ndarray, rows: bytes) -> None:
         if self._file is None or self._failure or not len(indices):
             return
-        logits = np.frombuffer(rows, self._dtype).reshape(-1, *self._shape[1:]).astype(np.float64)  # (samples, classes)
-        classes, most = logits.argmax(-1), softmax(logits).max(-1)
+        values = np.frombuffer(rows, self._dtype).reshape(len(indices), -1).astype(np.float64)  # (samples, k)
         try:
-            self._write(
-                [self._samples[index], self._title(k), f"{p:.6f}"]
-                for index, k, p in zip(indices.tolist(), classes.tolist(), most.tolist(), strict=True)
-            )
+            cells = zip(indices.tolist(), self._cells(values), strict=True)
+            self._write([self._samples[index], *row] for index, row in cells)
         except OSError as error:
             self._failure = error
 
-    def _title(self, number: int) -> str | int:
-        return self._names[number] if number < len(self._names) else number
+    def _columns(self) -> Sequence[str]:
+        return self._titles
+
+    def _cells(self, values: np.ndarray) -> Iterable[Sequence[Any]]:
+        return ([f"{x:.9g}" for x in row] for row in self._convert(values).tolist())  # 32 bits need 9 digits
 
     def _write(self, rows: Iterable[Sequence[Any]]) -> None:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(rows)
         self._file.stream.write(text.getvalue().encode())  # type: ignore[union-attr]
+
+
+class ClassTable(Table):
+    """A CSV file with the predicted class name of each sample and its softmax probability.
+
+    ``names``: of the classes. ``every``: with the probabilities of all classes, too.
+    """
+
+    def __init__(self, output: Path, overwrite: bool, part: Source, names: Sequence[str], every: bool) -> None:
+        super().__init__(output, overwrite, part)
+        self._names, self._every = names, every
+
+    def _columns(self) -> Sequence[str]:
+        of_all = [f"probability of {self._title(k)}" for k in range(self._shape[1])] if self._every else []
+        return ["class", "probability", *of_all]
+
+    def _cells(self, values: np.ndarray) -> Iterable[Sequence[Any]]:
+        for k, row in zip(values.argmax(-1).tolist(), softmax(values).tolist(), strict=True):
+            yield [self._title(k), *(f"{p:.6f}" for p in [row[k], *(row if self._every else ())])]
+
+    def _title(self, number: int) -> str | int:
+        return self._names[number] if number < len(self._names) else number

@@ -39,6 +39,7 @@ def made(tmp_path_factory):
         "test": ["eval", "--run-dir", run, "--split", "test"],
         "numbers": ["predict", *use["new"], "-o", folder / "new.npy"],
         "names": ["predict", *use["new"], "--names", "-o", folder / "new.csv.csv"],
+        "every class": ["predict", *use["new"], "-o", folder / "every.csv"],
         "held": ["predict", "--run-dir", run, "--names", "-o", folder / "held.csv"],
         "npy": ["predict", *use["new"], "--names", "-o", folder / "names.npy"],
         "export": ["export", "--run-dir", run, "--to", "safetensors", "-o", folder / "model.safetensors"],
@@ -62,11 +63,19 @@ def of_own_loss(folder):
     own += ["task.loss=tests.own_models:cross_entropy", "max_steps=2"]
     two = [f"data={{name: table, path: {folder / 'two.csv'}, labels: [high, low]}}", "task.loss=mse", "max_steps=2"]
     two.append("model={name: mlp, hidden: [8], outputs: 2}")
+    (folder / "yes.csv").write_text("a,sick,old\n" + "".join(f"{a},{b > 0:d},{c > 0:d}\n" for a, b, c in X.tolist()))
+    yes = [f"data={{name: table, path: {folder / 'yes.csv'}, labels: [sick, old]}}", "task.loss=bce", "max_steps=2"]
+    yes.append("model={name: mlp, hidden: [8], outputs: 2}")
     return {
         "own loss": fit(folder / "loss", sets=own),
         "own names": ["predict", "--run-dir", folder / "loss", "--names", "-o", folder / "loss.csv"],
         "two": fit(folder / "two", sets=two),
         "two names": ["predict", "--run-dir", folder / "two", "--names", "-o", folder / "two-names.csv"],
+        "two rows": ["predict", "--run-dir", folder / "two", "-o", folder / "two-rows.npy"],
+        "two table": ["predict", "--run-dir", folder / "two", "-o", folder / "two-table.csv"],
+        "yes": fit(folder / "yes", sets=yes),
+        "yes rows": ["predict", "--run-dir", folder / "yes", "-o", folder / "yes.npy"],
+        "yes table": ["predict", "--run-dir", folder / "yes", "-o", folder / "yes-table.csv"],
         "two export": ["export", "--run-dir", folder / "two", "--to", "safetensors", "-o", folder / "two.safetensors"],
     }
 
@@ -165,6 +174,31 @@ def test_a_table_of_classes_for_a_loss_of_the_users(made):
     head, *rows = list(csv.reader((folder / "loss.csv").read_text().splitlines()))
     assert head == ["sample", "class", "probability"] and {row[1] for row in rows} <= {"0", "1", "2"}
     assert done["two names"].code == 2 and "task.loss: mse has no classes" in done["two names"].err
+
+
+def test_a_table_has_what_each_task_predicts(made):
+    """Probabilities of all classes; numbers in the labels' units, under the columns' names; probabilities of yes."""
+    folder, done = made
+    for name in ("every class", "two rows", "two table", "yes", "yes rows", "yes table"):
+        assert done[name].code == 0, done[name].err
+    tables = {
+        name: list(csv.reader((folder / f"{name}.csv").read_text().splitlines()))
+        for name in ("new.csv", "every", "two-table", "yes-table")
+    }
+    head, *rows = tables["every"]
+    assert head == ["sample", "class", "probability", *(f"probability of {word}" for word in WORDS)]
+    assert [row[:3] for row in rows] == tables["new.csv"][1:]
+    logits = np.load(folder / "new.npy").astype(float)
+    chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    np.testing.assert_allclose([[float(x) for x in row[3:]] for row in rows], chances, atol=1e-6)
+    for name, file, convert in (
+        ("two-table", "two-rows", lambda x: x),
+        ("yes-table", "yes", lambda x: 1 / (1 + np.exp(-x))),
+    ):
+        head, *rows = tables[name]
+        assert head == ["sample", *(("high", "low") if name == "two-table" else ("sick", "old"))]
+        found = np.array([[float(x) for x in row[1:]] for row in rows])
+        np.testing.assert_allclose(found, convert(np.load(folder / f"{file}.npy").astype(float)), rtol=1e-8)
 
 
 def test_an_export_names_the_numbers_that_a_model_gives(made):

@@ -57,7 +57,10 @@ REFUSED = {
     "taken": (2, "the file exists already; {folder}/mine.npy; give --overwrite, or another place with -o\n"),
     "taken, of ranks": (2, "the file exists already; {folder}/mine.npy; "),
     "nowhere": (2, "the predictions cannot be written: No such file or directory; /proc/nowhere/x.npy\n"),
-    "another format": (2, "the predictions are written as .npy; -o x.npz; end its name in .npy; "),
+    "another format": (
+        2,
+        "predictions are a .npy file or a .csv table; -o x.npz; end its name in .npy or .csv\n",
+    ),
     "a path": (3, "data set 'digits' reads no path; data.path: new.csv; "),  # it would evaluate the digits
     "no checkpoint": (4, "there is no checkpoint; "),
     "no run": (4, "the folder holds no finished run; {folder}\n"),

@@ -317,6 +317,22 @@ def pytorch_pair(input_shape, num_classes):
     return Pair(int(np.prod(input_shape)), num_classes)
 
 
+def pytorch_logits(input_shape, num_classes, named: bool = True):
+    import torch.nn as nn
+
+    class Output(dict):
+        """A dict whose items are attributes, too, as of transformers."""
+
+        __getattr__ = dict.__getitem__
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            logits = super().forward(x.flatten(1))
+            return Output(logits=logits, hidden=(x,)) if named else logits
+
+    return Model(int(np.prod(input_shape)), num_classes)
+
+
 def keras_pair(input_shape, num_classes):
     import keras
 

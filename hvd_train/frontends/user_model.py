@@ -125,7 +125,12 @@ def canonical_table(module: ModuleType, model: Any) -> dict[str, tuple]:
 
 
 def checked(outputs: Any, name: str) -> Any:
-    """Return the outputs, or raise ConfigError if they are neither a tensor nor a dict of tensors."""
+    """Return the outputs, or raise ConfigError if they are neither a tensor nor a dict of tensors.
+
+    Of an object with ``logits``, as models of transformers return, these are taken.
+    """
+    if hasattr(logits := getattr(outputs, "logits", None), "shape"):
+        return logits
     for x in outputs.values() if isinstance(outputs, Mapping) else [outputs]:
         if not hasattr(x, "shape"):
             what = (

@@ -468,6 +468,15 @@ def test_several_outputs_without_names_are_one_line(framework, name):
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_the_logits_of_an_object():
+    """As transformers' models return: a dict with attributes, whose other items are no outputs."""
+    given, results = batch(), []
+    for named in (True, False):
+        frontend = opened("pytorch", {"name": "tests.own_models:pytorch_logits", "named": named})
+        results.append(frontend.predict(frontend.to_device(given)))
+    np.testing.assert_array_equal(*results)
+
+
 @pytest.mark.parametrize("framework", BUILT_IN)
 def test_an_unknown_option_of_a_model_lists_the_known(framework):
     with pytest.raises(ConfigError, match=r"no option hiden.*it takes \['hidden', 'outputs'\]"):

@@ -23,13 +23,14 @@ def evaluate(
     model.average_statistics()
     task, ranks = model.task, model.groups.sums
     sums, rankings = np.zeros(task.length), {k: Ranking(labels) for k, labels in task.ranked.items()}
+    gatherings = task.gatherings()
     with closing(batches):
         for batch in batches:
             if batch.count:
                 row = model.ops.to_numpy(model.evaluate_batch(model.to_device(batch)))
                 sums += row[: task.length]
-                task.rank(row[task.length :], rankings)
+                task.gather(task.rank(row[task.length :], rankings), gatherings, batch)
             between()
     total = ordered_sum(sums, ranks)
     everyone = {k: one.joined(ranks.allgather_bytes(one.to_bytes(), "ranking")) for k, one in rankings.items()}
-    return task.results(total, everyone)
+    return task.results(total, everyone) | task.of_gathered(gatherings, ranks)

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.config.keys.task import GATHERED
 from hvd_train.errors import ConfigError
 from hvd_train.metrics.metric import LabelForm, Metric, Predictions, weighted_sum
 from hvd_train.metrics.table import METRICS, loss_function
 from hvd_train.protocol import PARTNER, SHARE, Field, Ops, Sample, Tensor, one_or_all
+from hvd_train.task.gathered import Gathered
 from hvd_train.task.user_functions import UserFunction, UserLibraryMetric, UserMean, UserSums, for_each, user_metric
 
 
@@ -54,7 +56,9 @@ class Objective:
         self.metrics: dict[str, Metric] = {
             name: user_metric(name, form, ops, logits, per_position) if ":" in name else self._built(name, form)
             for name in metrics
+            if not name.startswith(GATHERED)
         }
+        self.metrics |= {name: Gathered(name, form) for name in metrics if name.startswith(GATHERED)}
 
     def _built(self, name: str, form: LabelForm) -> Metric:
         row = METRICS[name]

@@ -21,7 +21,8 @@ from hvd_train.errors import ConfigError
 from hvd_train.metrics.auc import scores
 from hvd_train.metrics.metric import Mean, Metric, Predictions, flat_weights, share
 from hvd_train.metrics.ranking import Ranking
-from hvd_train.protocol import Ops, Sample, Tensor
+from hvd_train.protocol import Batch, Communicator, Ops, Sample, Tensor
+from hvd_train.task.gathered import Gathered, Gathering, shape_of
 from hvd_train.task.objective import Objective
 from hvd_train.task.user_functions import UserFunction, for_each
 
@@ -79,11 +80,15 @@ class Task:
         end += 1
         self._others: list[MetricEntry[Metric]] = []
         for k, title, metric in titled:
-            if not isinstance(metric, Mean):
+            if not isinstance(metric, Mean | Gathered):
                 self._others.append(MetricEntry(title, k, metric, [*range(end, end + metric.length)]))
                 end += metric.length
         self.length = end
         # {objective with a ranking metric such as AUC: its number of binary labels}
+        self.gathered: dict[int, list[MetricEntry[Gathered]]] = {}
+        for k, title, metric in titled:
+            if isinstance(metric, Gathered):
+                self.gathered.setdefault(k, []).append(MetricEntry(title, k, metric, []))
         self.ranked = {entry.objective: entry.metric.ranked for entry in self._others if entry.metric.ranked}
 
     @property
@@ -131,7 +136,8 @@ class Task:
         """Return the vector of sums of a batch in an evaluation.
 
         For each of ``ranked`` three parts follow: the number of scores m, the scores (m,), and marks (m,): 0 for no
-        label, 1 for the label no, 2 for yes. ``rank`` reads them.
+        label, 1 for the label no, 2 for yes. For each of ``gathered`` follow the number of rows, that of the axes of a
+        row, their lengths, and all outputs. ``rank`` and ``gather`` read them.
         """
         ops = self._ops
         _, sums, predictions = self._summed(outputs, labels, weights, None)
@@ -140,13 +146,33 @@ class Task:
             score, yes, w = scores(predictions[k])
             marks = w * (1 + ops.cast(yes, "float64"))
             parts += [ops.reshape(ops.sum(w * 0 + 1, 0), (1,)), score, marks]
+        for k, (entry, *_) in self.gathered.items():
+            outputs = predictions[k].raw[0]
+            shape = shape_of(outputs, entry.metric.where)
+            rows = ops.cast(ops.sum(weights * 0 + 1, 0), "float64")
+            head = ops.from_numpy(np.array([len(shape), *shape], np.float64))
+            parts += [ops.reshape(rows, (1,)), head, ops.reshape(ops.cast(outputs, "float64"), (-1,))]
         return ops.concat(parts) if len(parts) > 1 else sums
 
-    def rank(self, rows: np.ndarray, rankings: Mapping[int, Ranking]) -> None:
-        """Add the scores and marks that ``scores`` appends to ``rankings`` {objective: its ranking}."""
+    def gatherings(self) -> dict[int, Gathering]:
+        """Return {objective: an empty gathering} for an evaluation."""
+        return {k: Gathering(self.objectives[k].output, one.metric.where) for k, (one, *_) in self.gathered.items()}
+
+    def rank(self, rows: np.ndarray, rankings: Mapping[int, Ranking]) -> np.ndarray:
+        """Add the scores and marks of ``scores`` to ``rankings`` {objective: its ranking}. Return the rest."""
         for k in self.ranked:
             end = 1 + 2 * int(rows[0])
             rankings[k].add(*rows[1:end].reshape(2, -1))
+            rows = rows[end:]
+        return rows
+
+    def gather(self, rows: np.ndarray, gatherings: Mapping[int, Gathering], batch: Batch) -> None:
+        """Add the outputs that ``scores`` appends for a batch to ``gatherings``, by objective; after ``rank``."""
+        for gathering in gatherings.values():
+            start = 2 + int(rows[1])
+            shape = rows[[0, *range(2, start)]].astype(int).tolist()
+            end = start + math.prod(shape)
+            gathering.add(rows[start:end].reshape(shape), batch)
             rows = rows[end:]
 
     def _summed(self, outputs: Any, labels: Any, weights: Tensor, scale: Any) -> tuple[Any, Tensor, list[Predictions]]:
@@ -192,6 +218,16 @@ class Task:
         """Return whether S of each loss is finite. (Without any label the loss S / W is nan, which is no error.)"""
         return all(math.isfinite(sums[value]) for value, _ in self.entries)
 
+    def of_gathered(self, gatherings: Mapping[int, Gathering], ranks: Communicator) -> dict[str, float]:
+        """Return the gathered metrics of an evaluation; all ranks call it, and get the values of rank 0."""
+        values: dict[str, float] = {}
+        for k, gathering in gatherings.items():
+            whole = gathering.joined(ranks)
+            for entry in self.gathered[k]:
+                own = math.nan if whole is None else entry.metric.value(*whole)
+                values[entry.title] = float(ranks.allgather_bytes(repr(own).encode(), "gathered value")[0])
+        return values
+
     def results(self, sums: np.ndarray, rankings: Mapping[int, Ranking] | None = None) -> dict[str, float]:
         """Compute {"loss", each loss if there are several, each metric, "samples"} from sums over all ranks.
 
@@ -202,7 +238,9 @@ class Task:
         for objective, (value, count) in zip(self.objectives, self.entries, strict=True):
             losses[f"{objective.output}_loss"] = share(*sums[[value, count]].tolist())
         values: dict[str, float] = {"loss": sum(losses.values()), **(losses if len(losses) > 1 else {})}
-        metrics: tuple[MetricEntry[Any], ...] = (*self._means, *self._others)
+        # A training step has no value for them.
+        gathered = [one for entries in self.gathered.values() for one in entries] if rankings is not None else []
+        metrics: tuple[MetricEntry[Any], ...] = (*self._means, *self._others, *gathered)
         if not samples:
             return dict.fromkeys([*values, *(entry.title for entry in metrics)], math.nan) | {"samples": 0}
         for entry in metrics:

@@ -16,7 +16,7 @@ from hvd_train.config.keys.optim import OptimConfig, PlateauConfig
 from hvd_train.config.keys.parallel import PER_STAGE, ParallelConfig
 from hvd_train.config.keys.section import Count, OneOf, Positive, Section, free, raise_problems
 from hvd_train.config.keys.slurm import SlurmConfig
-from hvd_train.config.keys.task import TaskConfig
+from hvd_train.config.keys.task import GATHERED, TaskConfig
 from hvd_train.config.modes import SHARDED, STAGES, ModeSpec
 from hvd_train.config.names import did_you_mean
 from hvd_train.config.trackers import TRACKERS
@@ -211,7 +211,7 @@ class Config(Section):
             "optim.name": self.optim.name,
             "hooks": ", ".join(self.hooks),
             "task.loss": ", ".join(loss for loss, _ in terms),
-            "task.metrics": ", ".join(name for _, metrics in terms for name in metrics),
+            "task.metrics": ", ".join(x.removeprefix(GATHERED) for _, metrics in terms for x in metrics),
         }
         return {key: name for key, name in named.items() if ":" in name}
 

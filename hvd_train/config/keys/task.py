@@ -15,6 +15,9 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LOG_KEYS = ("event", "epoch", "step", "samples", "lr", "samples_per_second")
 
 
+GATHERED = "gathered:"  # before the name of a metric of all outputs at once
+
+
 def title_of(output: str, metric: str) -> str:
     """Return the name of a metric in the log. A user's metric has the name of its function."""
     return f"{output}_" * bool(output) + metric.rpartition(":")[2].rpartition(".")[2]
@@ -91,6 +94,8 @@ class TaskConfig(Section):
         for loss, metrics in self.terms.values():
             problems += [("loss", did_you_mean(loss, LOSSES))] if ":" not in loss and loss not in LOSSES else []
             problems += [("metrics", did_you_mean(m, METRICS)) for m in metrics if ":" not in m and m not in METRICS]
+            strange = [m for m in metrics if m.startswith(GATHERED) and m.count(":") != 2]
+            problems += [("metrics", f"'{m}': it is gathered:module:function") for m in strange]
         if self.class_weights is not None and self.loss != "cross_entropy":
             fix = "in a loss of yours give (values, weights)" if ":" in str(self.loss) else "leave them out"
             problems.append(("class_weights", f"belong to loss: cross_entropy, the only one; {fix}"))

@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from hvd_train.checkpoint.serialize import read
 from hvd_train.config import Config
 from hvd_train.config.names import nearest
 from hvd_train.data.dataset import DataSet
-from hvd_train.errors import CheckpointError, ConfigError, amount, listing
+from hvd_train.errors import CheckpointError, ConfigError, amount, listing, named_reason
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs.resume import saved_vocabulary
 from hvd_train.protocol import Field, Sample, Tree, WeightNames
 from hvd_train.update.parameter_groups import matches
 
+OF_HUGGING_FACE = ("model.safetensors", "pytorch_model.bin")  # files of a published model's folder
 SHOWN = 20  # maximum rows of the table for each kind
 NO_PLACE = "Keras numbered its layer after others, and the model has none in its place"
 UNUSED = "num_batches_tracked"  # PyTorch's batch counter, which is not used in computations
@@ -250,6 +251,10 @@ def _read(path: Path, config: Config, where: str) -> list[WeightFile]:
         raise ConfigError(
             "there is no such file or folder", where=where, fix="give a run folder, a checkpoint or a file"
         )
+    if path.is_dir() and (index := next(iter(sorted(path.glob("*.safetensors.index.json"))), None)):
+        return [_shards(index, where)]
+    if path.is_dir():
+        path = next(filter(Path.is_file, (path / name for name in OF_HUGGING_FACE)), path)
     if path.is_dir():
         place = store.resolve(path, str(path))
         snapshot, vocabulary = store.load(place, model_only=True), saved_vocabulary(place.resolve().parent.parent)
@@ -290,6 +295,25 @@ def _safetensors(path: Path, where: str) -> WeightFile:
     # Other files, such as Hugging Face's, have PyTorch's axis order.
     model = about.get("model", "") if ours else "of:others"
     return WeightFile(arrays, ours, (framework if framework in FRAMEWORKS else "", model))
+
+
+def _shards(index: Path, where: str) -> WeightFile:
+    """Read the weights of a folder that ``index`` (Hugging Face's JSON) divides among files."""
+    try:
+        names = json.loads(index.read_text())["weight_map"]
+        files = sorted(set(names.values()))
+        # An index of others must not lead to other folders.
+        if any(not isinstance(name, str) or Path(name).name != name for name in files):
+            raise ValueError("it names files of other folders")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"the list of files cannot be read: {named_reason(error)}"
+        raise CheckpointError(what, where=f"{where}, {index.name}") from error
+    parts = [_safetensors(index.parent / name, f"{where}, {name}") for name in files]
+    arrays = {name: x for part in parts for name, x in part.arrays.items()}
+    if missing := sorted(name for name in names if name.replace("/", ".") not in arrays):
+        what = f"its files lack {listing(missing)}"
+        raise CheckpointError(what, where=f"{where}, {index.name}", fix="fetch all files of the folder again")
+    return replace(parts[0], arrays=arrays)
 
 
 # ---- the table

@@ -255,7 +255,17 @@ def test_files_of_pytorch(tmp_path, capsys):
     torch.save({"epoch": 3, "state_dict": {f"net.{n}": x for n, x in weights.items()}}, tmp_path / "b.ckpt")
     save_file(weights, tmp_path / "c.safetensors")
     save_file({n: x.bfloat16() for n, x in weights.items() if x.is_floating_point()}, tmp_path / "d.safetensors")
+    for name, part in (("one", slice(None)), ("two", slice(4))):  # as Hugging Face publishes models
+        (tmp_path / name).mkdir()
+        few = dict([*weights.items()][part])
+        save_file(few, tmp_path / name / ("model.safetensors" if name == "one" else "model-1-of-2.safetensors"))
+    save_file({n: x for n, x in weights.items() if n not in few}, tmp_path / "two" / "model-2-of-2.safetensors")
+    files = {n: f"model-{1 if n in few else 2}-of-2.safetensors" for n in weights}
+    index = tmp_path / "two" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
     for name, keys in {
+        "one": {},
+        "two": {},
         "a.pt": {},
         "b.ckpt": {"rename": {"net.*": "*"}},
         "c.safetensors": {},
@@ -267,6 +277,15 @@ def test_files_of_pytorch(tmp_path, capsys):
         assert (tree["weights/body.weight"] == exact.double().numpy()).all(), name
         assert (tree["statistics/norm.running_mean"] > 2).all()
         assert "kept as drawn" not in capsys.readouterr().out
+    for content, told in (
+        ({"weight_map": files | {"more": "model-1-of-2.safetensors"}}, "its files lack more; .*; fetch all files"),
+        ({"weight_map": files | {"more": "../c.safetensors"}}, "it names files of other folders"),
+        ({"weight_map": files | {"more": "model-3-of-2.safetensors"}}, "the file cannot be read: No such file"),
+        ({}, "the list of files cannot be read: KeyError"),
+    ):
+        index.write_text(json.dumps(content))
+        with pytest.raises(TrainError, match=told):
+            run(tmp_path / "refused", model=Model(), model_keys={"init_from": str(tmp_path / "two")})
     torch.save(source.body, tmp_path / "whole.pt")
     refused = {
         "whole.pt": "the file cannot be read: it holds torch.nn.modules.linear.Linear, and to read",

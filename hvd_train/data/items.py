@@ -174,8 +174,9 @@ class Items:
         return digest.hexdigest()
 
     def _fingerprint(self) -> str:
-        kind, few = type(self._dataset), np.linspace(0, self._length - 1, LOOKED_AT).astype(int) if self._length else []
-        text = f"{kind.__module__}.{kind.__qualname__} {self._length} {self._digest(sorted({*map(int, few)}), 0)}"
+        kind, few = type(self._dataset), np.linspace(0, max(0, self._length - 1), LOOKED_AT).astype(int)
+        rows = sorted({*few.tolist()}) if self._length else []
+        text = f"{kind.__module__}.{kind.__qualname__} {self._length} {self._digest(rows, 0)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -268,7 +269,7 @@ def _classes_of(dataset: Any) -> int | None:
 
 def _class_label(dataset: Any) -> int | None:
     """Return the number of classes of a Hugging Face data set's label column, if it is of type ClassLabel."""
-    features = getattr(dataset, "features", None)
+    features: Any = getattr(dataset, "features", None)
     if not hasattr(features, "values"):
         return None
     counts = [one.num_classes for one in features.values() if hasattr(one, "num_classes")]

@@ -17,7 +17,7 @@ import numpy as np
 from hvd_train.engine.library import MISSING, horovod, use_stock
 from hvd_train.errors import TrainError, amount
 from hvd_train.frameworks import FRAMEWORKS, version
-from hvd_train.installation import MPI, install_fix
+from hvd_train.installation import PIP_MPI, install_fix
 from hvd_train.launch.environment import rank_settings, threads
 from hvd_train.launch.launchers import startable
 from hvd_train.launch.launchers.base import Launcher
@@ -139,7 +139,7 @@ def _advice(facts: dict) -> str:
     if facts["gpus"] and not facts["nccl"]:
         return "GPUs, but Horovod has no NCCL: run scripts/setup --gpu"
     # Where the engine has MPI and the host has none, the row of mpirun says how to get it.
-    return "" if facts["mpi"] or mpi_built() else f"for MPI: {install_fix('--mpi wheel', MPI)}"
+    return "" if facts["mpi"] or mpi_built() else f"for MPI: {install_fix('--mpi wheel', PIP_MPI)}"
 
 
 def _probe(framework: str, launcher: str, verbose: bool) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hvd_train.errors import ConfigError
-from hvd_train.installation import install_fix
+from hvd_train.installation import PIP_MPI, install_fix
 from hvd_train.launch.launchers import named
 from hvd_train.launch.world import World
 
@@ -30,7 +30,7 @@ def mpi_world(here: World) -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
         what = f"several ranks need mpi4py: {str(error).splitlines()[0]}"
-        raise ConfigError(what, fix=f"{install_fix(pip=MPI)}, or start one process") from error
+        raise ConfigError(what, fix=f"{install_fix(pip=PIP_MPI)}, or start one process") from error
     ranks = MPI.COMM_WORLD
     if ranks.size != here.size:
         what = f"the launcher started {here.size} ranks, but mpi4py sees a world of {ranks.size}"

@@ -91,7 +91,7 @@ class Gathering:
         if not self._parts:
             return b""
         indices, outputs, labels = zip(*self._parts, strict=True)
-        arrays = {"indices": np.concatenate(indices), "outputs": np.concatenate(outputs)}
+        arrays: dict[str, Any] = {"indices": np.concatenate(indices), "outputs": np.concatenate(outputs)}
         arrays |= {f"label {name}": np.concatenate([one[name] for one in labels]) for name in labels[0]}
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)

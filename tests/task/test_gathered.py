@@ -69,9 +69,7 @@ def test_what_cannot_be_gathered_is_told_on_all_ranks(monkeypatch):
         gathering.joined(Serial())
     assert told.value.common
     monkeypatch.setattr(gathered, "MOST_BYTES", 100)
-    with pytest.raises(
-        ConfigError, match="all outputs and labels take 0.0 GiB on each rank, .*; set limit"
-    ):
+    with pytest.raises(ConfigError, match="all outputs and labels take 0.0 GiB on each rank, .*; set limit"):
         filled([([0], [1])]).joined(Serial())
     metric = Gathered("gathered:tests.task.test_gathered:failing", LabelForm("classes", 2))
     told = r"the function failed: ValueError: .*; it is called with outputs \(4, 2\) and labels \(4,\)"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_train.errors import CommunicationError, ConfigError
-from hvd_train.installation import MPI, install_fix
+from hvd_train.installation import PIP_MPI, install_fix
 from hvd_train.launch.launchers import installed
 from hvd_train.launch.launchers.base import Launcher, Layout
 
@@ -61,7 +61,7 @@ class Mpirun(Launcher):
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     )
     starts_ranks = True
-    install = install_fix("--mpi wheel", MPI)
+    install = install_fix("--mpi wheel", PIP_MPI)
     library = "mpi"
     opens_terminals = True
     endless_programs = ("mpirun", "mpiexec", "orterun", "prterun", "orted", "prted")

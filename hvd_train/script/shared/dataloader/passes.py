@@ -555,7 +555,8 @@ def _found(
     global _before
     # After a pass data of the script's own is only known by batches of this pass that did fit.
     own = not passes or (all(p.over for p in passes) and _before is not None)
-    report = _Report(*map(sorted, inputs.lengths), own, [[*one] for one in possible if one], guess and [*guess])
+    first, second = map(sorted, inputs.lengths)
+    report = _Report(first, second, own, [[*one] for one in possible if one], [*guess] if guess else None)
     reports = [_Report(*json.loads(part)) for part in inputs.gather(json.dumps(report).encode())]
     equal = (1.0,) * len(reports)
     fitting = _fitting(reports) if any(one.first for one in reports) else set()

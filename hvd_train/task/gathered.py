@@ -78,7 +78,9 @@ class Gathering:
             )
             fix = "set limit_val_batches, or give a metric with a result, which adds up sums"
             raise ConfigError(what, where=self._where, fix=fix, common=True)
-        parts = [np.load(io.BytesIO(part)) for part in ranks.allgather_bytes(own, "gathered") if part]
+        parts = [
+            np.load(io.BytesIO(part), allow_pickle=False) for part in ranks.allgather_bytes(own, "gathered") if part
+        ]
         if not parts:
             return None
         whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0].files}

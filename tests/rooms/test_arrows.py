@@ -17,8 +17,9 @@ ROOT = PACKAGE.parent
 ROOMS = {
     "engine": 0, "errors": 0, "files": 0, "faults": 0, "config": 0, "frameworks": 0, "installation": 0, "protocol": 0,
     "metrics": 0, "compression": 0, "data": 1, "task": 1, "checkpoint": 2, "update": 2, "run_folder": 3, "core": 4,
-    "launch": 5, "report": 5, "frontends": 6, "session": 7, "jobs": 8, "script": 8, "api": 9, "doctor": 9, "verify": 9, "sweep": 9,
-    "insight": 9, "mode_comparison": 9, "torch": 9, "keras": 9, "scaling": 10, "cli": 11, "__main__": 12, "__init__": 0,
+    "launch": 5, "report": 5, "frontends": 6, "session": 7, "jobs": 8, "script": 8, "api": 9, "doctor": 9, "verify": 9,
+    "sweep": 9, "insight": 9, "mode_comparison": 9, "torch": 9, "keras": 9, "scaling": 10, "cli": 11, "__main__": 12,
+    "__init__": 0,
 }  # fmt: skip
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py"}
 FILES = sorted(PACKAGE.rglob("*.py"))

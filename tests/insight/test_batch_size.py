@@ -41,7 +41,10 @@ def test_the_smallest_size_that_is_nearly_as_fast_as_any():
     assert knee({8: 1.0}) == 8
 
 
-@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+LONG = pytest.mark.long("PyTorch's ranks try sizes each time")
+
+
+@pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow", marks=LONG)])
 def test_all_ranks_take_one_size_and_a_resumed_run_keeps_it(tmp_path, framework):
     """Each rank tries 8, 16, ... samples alone; the run folder has a number, and nothing is tried again."""
     job(tmp_path, framework=framework, model={"name": "mlp", "hidden": [16]})

@@ -52,7 +52,10 @@ def test_multiples():
             parse_times(wrong)
 
 
-@pytest.fixture(scope="module", params=["pytorch", "tensorflow"])
+LONG = pytest.mark.long("PyTorch's branches are tried each time")
+
+
+@pytest.fixture(scope="module", params=["pytorch", pytest.param("tensorflow", marks=LONG)])
 def trained(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("branches")
     (folder / "job.yaml").write_text(yaml.safe_dump(JOB | {"framework": request.param}))

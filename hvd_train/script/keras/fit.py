@@ -6,11 +6,12 @@ import inspect
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.errors import ConfigError, EndedRankError, LostRankError
@@ -370,13 +371,20 @@ class DistributedFit:
         if losses.needs_probe(self.model) or metrics.needs_probe(self.model):
             batch = first_of(call["x"], call["y"], call["sample_weight"])
             before = losses.opaque_kinds(self.model)
-            metrics.probe(self.model, self.world, *losses.probe(self.model, batch, self.world))
+            if call.get("class_weight"):
+                batch = _weighted(batch, call["class_weight"])
+            found = losses.probe(self.model, batch, self.world, self._unprobed)
+            if found is not None:
+                metrics.probe(self.model, self.world, *found)
             kinds = losses.opaque_kinds(self.model)
             if kinds != before or "unknown" not in kinds:
                 self.state.trace_again()  # test_on_batch may have traced the losses as means
             if "unknown" in kinds:  # the next call may show it
                 return
         self._probed = True
+
+    def _unprobed(self) -> None:
+        self.reduction.unprobed = True
 
     def _uncut(self) -> bool:
         """Return whether evaluation must not divide a global batch."""
@@ -413,6 +421,16 @@ class DistributedFit:
         call["x"], call["y"], call["sample_weight"] = shard.data
         call["batch_size"], call["steps"] = shard.batch, shard.limit
         return shard
+
+
+def _weighted(batch: Any, class_weight: Mapping[int, float]) -> Any:
+    """Return a batch with the weights that Keras makes of ``class_weight``: an own loss may not combine with them."""
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+    labels = np.asarray(y)
+    if weight is not None or labels.ndim not in (1, 2):
+        return batch
+    classes = labels.argmax(-1) if labels.ndim == 2 and labels.shape[1] > 1 else labels.reshape(-1)
+    return x, y, np.array([class_weight.get(int(k), 1.0) for k in classes])
 
 
 def _left_to_rank_0(*args: Any, **kwargs: Any) -> None:

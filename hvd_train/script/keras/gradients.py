@@ -111,6 +111,7 @@ class Reduction:
             Reduction.doubts = keras.Variable(0.0, trainable=False, dtype="float64", name="doubts")
             atexit.register(Reduction.tell_doubts)  # of steps after the last batch
         self.window = EvalWindow(backend)
+        self.unprobed = False  # whether the user's losses could not be classified
         self.losses = 0  # of this step that have exchanged values with other ranks
         self._means: list[tuple[Callable[[Any, Any], None], Any]] = []  # of this step's metrics that count batches
         # The step's samples on all ranks over ``batch``; 0 until an optimizer has run.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import keras
@@ -44,12 +45,16 @@ class DistributedLoss:
     def __init__(self, loss: Any, reduction: Reduction) -> None:
         self.loss, self.kind, self.probing = loss, "mean", False
         self.opaque = False  # whether the loss reduces by itself, so that ``kind`` matters
-        self._reduction, self._warned = reduction, False
+        self._reduction, self._warned, self._told = reduction, False, False
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         values, value = self._observed(y_true, y_pred, sample_weight)
         # A number, or values that we cannot observe: the loss has reduced them itself.
         self.opaque = opaque = values is None or tuple(values.shape) == ()
+        if opaque and self._reduction.unprobed and not self._told and world().rank == 0:
+            self._told = True
+            what = f"the loss {self.loss.name} gives one number for a batch: it is taken as the mean over its samples"
+            warnings.warn(f"{what}, and would be wrong if it is a sum (return one value per sample)", stacklevel=2)
         masked = not opaque and (_mask(y_pred) is not None or _mask(values) is not None)
         by_weight = self.loss.reduction == "mean_with_sample_weight"
         if self.probing:
@@ -68,12 +73,16 @@ class DistributedLoss:
         return self._reduction.window.loss(value, weight)
 
     def _kind(self, masked: bool, *batch: Any) -> str:
+        def loss(*part: Any) -> Any:
+            with _states_kept([self.loss]):  # one that counts its calls must not change from part to part
+                return self.loss(*part)
+
         if not masked:
-            return kind_over_samples(self.loss, *batch)
+            return kind_over_samples(loss, *batch)
         # A mean over unmasked positions. Their number differs, so check that the sum adds up over samples.
         reduction, self.loss.reduction = self.loss.reduction, "sum"
         try:
-            kind = kind_over_samples(self.loss, *batch)
+            kind = kind_over_samples(loss, *batch)
         finally:
             self.loss.reduction = reduction
         return {"sum": "mean", "unknown": "unknown"}.get(kind, "neither")
@@ -171,20 +180,45 @@ def needs_probe(model: Any) -> bool:
     return bool(strange) or any(kind in TOGETHER for kind in kinds)
 
 
-def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any, Any]:
+def probe(model: Any, batch: Any, communicator: Communicator, unprobed: Callable[[], None]) -> Any:
     """Find out on samples of ``batch`` whether losses are means or sums over samples; on all ranks together.
 
-    Rank 0 warns of a loss that is neither. Returns these samples' labels, predictions and weights.
+    Rank 0 warns of a loss that is neither. Returns these samples' labels, predictions and weights; None if it was not
+    possible, as a ``train_step`` of the user's gives the loss something else. ``unprobed`` is called in this case.
     """
     x, y, weight = keras.utils.unpack_x_y_sample_weight(
         keras.tree.map_structure(lambda a: None if a is None else keras.ops.convert_to_tensor(a[:SAMPLES]), batch)
     )
-    owner = model._compile_loss
-    # Layers may count their calls, or keep a state: this call must not change them.
-    with keras.StatelessScope():
-        predicted = model(x, training=False) if model._call_has_training_arg else model(x)
-    if owner is None:
-        return y, predicted, weight
+    owner, losses, found = model._compile_loss, [], None
+    given = keras.tree.flatten(getattr(owner, "_user_loss", None))
+    if not (y is None and _has_user_step(model)):
+        # What is wrong with the user's model or loss, the first step tells.
+        with suppress(Exception), _states_kept(given):
+            # Layers may count their calls, or keep a state: this call must not change them.
+            with keras.StatelessScope():
+                predicted = model(x, training=False) if model._call_has_training_arg else model(x)
+            losses = [] if owner is None else _classified(owner, y, predicted, weight)
+            found = y, predicted, weight
+    kinds = None if found is None else [loss.kind for loss in losses]
+    everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(kinds).encode())]
+    if None in everyone:
+        unprobed()
+        return None
+    for loss, kinds in zip(losses, zip(*everyone, strict=True), strict=True):
+        loss.kind = agreed(kinds)
+        if loss.kind == "neither" and communicator.rank == 0:
+            what = f"the loss {loss.loss.name} is neither a mean nor a sum over samples: ranks compute it for their own"
+            fix = "return one value per sample to get their mean"
+            warnings.warn(f"{what}, so it is not the loss of the global batch ({fix})", stacklevel=2)
+        if loss.opaque and loss.kind == "unknown" and communicator.rank == 0:
+            what = f"the loss {loss.loss.name} is 0 or not a number for the first samples: it is taken as their mean"
+            fix = "return one value per sample to get their mean"
+            warnings.warn(f"{what}, and would be wrong if it is a sum ({fix})", stacklevel=2)
+    return found
+
+
+def _classified(owner: Any, y: Any, predicted: Any, weight: Any) -> list[DistributedLoss]:
+    """Return the model's losses after each has found its kind."""
     owner(y, predicted, weight)  # builds it, if it was not built before
     losses = [entry.loss for entry in owner._flat_losses]
     for loss in losses:
@@ -197,19 +231,34 @@ def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any,
         # Means of the outputs' losses: these samples are trained on later.
         for tracker in owner.metrics:
             tracker.reset_state()
-    messages = communicator.allgather_bytes(json.dumps([s.kind for s in losses]).encode())
-    everyone = [json.loads(part) for part in messages]
-    for loss, kinds in zip(losses, zip(*everyone, strict=True), strict=True):
-        loss.kind = agreed(kinds)
-        if loss.kind == "neither" and communicator.rank == 0:
-            what = f"the loss {loss.loss.name} is neither a mean nor a sum over samples: ranks compute it for their own"
-            fix = "return one value per sample to get their mean"
-            warnings.warn(f"{what}, so it is not the loss of the global batch ({fix})", stacklevel=2)
-        if loss.opaque and loss.kind == "unknown" and communicator.rank == 0:
-            what = f"the loss {loss.loss.name} is 0 or not a number for the first samples: it is taken as their mean"
-            fix = "return one value per sample to get their mean"
-            warnings.warn(f"{what}, and would be wrong if it is a sum ({fix})", stacklevel=2)
-    return y, predicted, weight
+    return losses
+
+
+@contextmanager
+def _states_kept(losses: Sequence[Any]) -> Iterator[None]:
+    """Keep what the user's losses count or remember: variables, and attributes that are numbers."""
+    functions = [*losses, *(getattr(x, "fn", None) for x in losses)]
+    cells = [c.cell_contents for x in functions for c in getattr(x, "__closure__", None) or () if not _empty(c)]
+    attributes = [(x, dict(vars(x))) for x in losses if isinstance(x, keras.losses.Loss)]
+    held = keras.tree.flatten([cells, [[*own.values()] for _, own in attributes]])
+    variables = [x for x in held if isinstance(x, keras.Variable)]
+    variables += [v for x in held if isinstance(x, keras.Layer | keras.metrics.Metric) for v in x.variables]
+    values = [keras.ops.convert_to_numpy(v) for v in variables]
+    try:
+        yield
+    finally:
+        for v, value in zip(variables, values, strict=True):
+            v.assign(value)
+        for x, own in attributes:
+            numbers = {name: value for name, value in own.items() if isinstance(value, int | float)}
+            vars(x).update(numbers)
+
+
+def _empty(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is None
+    except ValueError:
+        return True
 
 
 def opaque_kinds(model: Any) -> list[str]:

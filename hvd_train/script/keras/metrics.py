@@ -37,6 +37,8 @@ class BatchMean:
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         metric, function = self.metric, self.metric._fn
         values = function(y_true, y_pred, **metric._fn_kwargs)
+        if not hasattr(values, "shape"):  # a function that runs eagerly may give Python's number
+            values = keras.ops.convert_to_tensor(values)
         weighted = sample_weight is not None or getattr(y_pred, "_keras_mask", None) is not None
         if self.probing:
             mean = keras.ops.mean  # also if it seems to return one value a sample
@@ -241,6 +243,10 @@ def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
         each.kinds = [] if known else [agreed(kinds) for kinds in zip(*ranks, strict=True)]
     if communicator.rank == 0:
         _warn(without_sums, means, classes)
+        for metric in owner.metrics:
+            if _is_own(metric) and not metric.variables:
+                what = f"the metric {metric.name} keeps its state outside of Keras' variables"
+                warnings.warn(f"{what}: each rank has the value of its own samples ({SUMS_FIX})", stacklevel=2)
 
 
 def _warn(without_sums: Collection[str], means: list[BatchMean], classes: list[BatchSums]) -> None:

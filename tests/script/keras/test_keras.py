@@ -236,6 +236,11 @@ def test_a_loss_that_cannot_be_joined_is_named(results):
         (line,) = first["own/zero"]
         assert line.startswith("the loss summed_squares is 0 or not a number for the first samples")
         assert not any(told.size for told in (first["own/sample"], second["own/sample"], second["own/zero"]))
+        assert not first["own/annealed"].size
+        (line,) = first["own/listed"]
+        assert line.startswith("the metric listed keeps its state outside of Keras' variables: each rank has")
+        (line,) = first["own/weighed"]
+        assert line.startswith("the loss own_mean is neither a mean nor a sum over samples")
         line, dice = first["own/correlation"]
         assert line.startswith("the metric pearson_correlation with axis=0") and not second["own/correlation"].size
         maximum, *lines = first["own/metrics"]

@@ -164,8 +164,66 @@ def own_losses():
             results |= {f"{loss.__name__}/{k}": v for k, v in trained(model, history).items()}
     results["own/correlation"] = np.array(told_correlation())
     results["own/metrics"] = np.array(told_metrics())
-    results |= one_a_rank()
+    results |= one_a_rank() | own_states()
     return results | {f"batches/{k}": v for k, v in own_batches().items()}
+
+
+class Annealed(keras.losses.Loss):
+    """Its second part grows with the number of calls."""
+
+    def __init__(self):
+        super().__init__(name="annealed")
+        self.calls = keras.Variable(0.0, trainable=False, dtype="float64")
+
+    def call(self, y, predicted):
+        self.calls.assign_add(1.0)
+        share = keras.ops.minimum(1.0, keras.ops.convert_to_tensor(self.calls) / 20)
+        return cross_entropy(reduction=None)(y, predicted) + share * keras.ops.mean(predicted**2, -1)
+
+
+class Listed(keras.metrics.Metric):
+    """The largest label: it keeps them in a list, which no rank sees of another."""
+
+    def __init__(self):
+        super().__init__(name="listed")
+        self.labels = []
+
+    def update_state(self, y, predicted, sample_weight=None):
+        self.labels.append(float(keras.ops.max(y)))
+
+    def reset_state(self):
+        self.labels = []
+
+    def result(self):
+        return max(self.labels, default=0.0)
+
+
+def share_of_large(y, predicted):
+    return float(np.mean(keras.ops.convert_to_numpy(y) > 4))
+
+
+def own_states():
+    """A loss that counts its calls, metrics of Python's numbers and of a list, weights for a loss of one number."""
+    results = {}
+    for name, loss, options in (
+        ("annealed", Annealed(), {}),
+        ("listed", cross_entropy(), {"metrics": [Listed(), share_of_large], "run_eagerly": True}),
+        ("weighed", own_mean, {"class_weight": {k: 1 + k for k in range(10)}}),
+    ):
+        keras.utils.set_random_seed(3)
+        model = network()
+        weights = options.pop("class_weight", None)
+        model.compile(SGD(0.02), loss, **options)
+        hk.distribute(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            history = fit(model, *digits(), epochs=1, class_weight=weights)
+        words = [str(w.message) for w in caught]
+        results[f"own/{name}"] = np.array([x for x in words if x.startswith(("the loss", "the metric"))])
+        if name != "weighed":
+            kept = {k: v for k, v in trained(model, history).items() if "listed" not in k}
+            results |= {f"{name}/{k}": v for k, v in kept.items()}
+    return results
 
 
 def summed_squares(y, predicted):

@@ -438,7 +438,17 @@ def _left_to_rank_0(*args: Any, **kwargs: Any) -> None:
 
 
 def _bound(method: Callable, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the call's arguments by name, with Keras' defaults."""
-    call = inspect.signature(method).bind(*args, **kwargs)
-    call.apply_defaults()
-    return {k: v for k, v in call.arguments.items() if k != "kwargs"} | call.arguments.get("kwargs", {})
+    """Return the call's arguments by name, with Keras' defaults, also of a method that the user's class overrides."""
+    bound = inspect.signature(method).bind(*args, **kwargs)
+    bound.apply_defaults()
+    kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}
+    call: dict[str, Any] = {}
+    _, *known = inspect.signature(getattr(keras.Model, method.__name__)).parameters.values()
+    for name, value in bound.arguments.items():
+        if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
+            left = [each.name for each in known if each.name not in call]
+            call |= dict(zip(left, value, strict=False))
+        else:
+            call |= value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
+    defaults = {each.name: each.default for each in known if each.default is not inspect.Parameter.empty}
+    return defaults | call

@@ -390,7 +390,8 @@ def connect(optimizer: Any, reduction: Reduction, backend: Any, patches: Patches
     apply = optimizer.apply
 
     def apply_reduced(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        variables = reduction.variables if trainable_variables is None else list(trainable_variables)
+        own = getattr(optimizer, "_trainable_variables", None) if optimizer.built else None
+        variables = list(trainable_variables or own or reduction.variables)
         result = apply((of(variables) if of else reduction)(list(grads), variables), trainable_variables)
         if reduction.count is None:
             backend.after_step(reduction)

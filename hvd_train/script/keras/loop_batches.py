@@ -101,21 +101,23 @@ class LoopBatches:
             return keras.ops.stack([v[PART], zero, zero, unknown * v[UNSEEN], keras.ops.sum(v[LENGTHS:])])
         given = keras.ops.stack([keras.ops.cast(n, "float64") for n in rows])
         found = keras.ops.any(keras.ops.expand_dims(v[LENGTHS:], 1) == given, axis=1)  # (MOST,)
+        found = keras.ops.logical_and(found, v[LENGTHS:] > 0)
         fits = keras.ops.cast(keras.ops.any(found), "float64") * unknown
+        several = keras.ops.cast(keras.ops.sum(keras.ops.cast(found, "int32")) > 1, "float64")
         by_rows = v[LENGTHS:][keras.ops.argmax(keras.ops.cast(found, "int32"))] / v[UNIT]
         by_order = keras.ops.where(unknown > 0, v[OTHER], v[PART])
         return keras.ops.stack(
-            [by_order, fits, fits * by_rows, unknown * (1 - fits) * v[UNFIT], keras.ops.sum(v[LENGTHS:])]
+            [by_order, fits, fits * by_rows, unknown * ((1 - fits) * v[UNFIT] + several), keras.ops.sum(v[LENGTHS:])]
         )
 
     def _of_eager_step(self, rows: set[int]) -> Any:
         v = self.values
         kinds = v[LENGTHS:].sum()
-        by_rows = next((n / v[UNIT] for n in self._lengths() if n and n in rows), None)
+        fitting = [n / v[UNIT] for n in self._lengths() if n and n in rows]
         if v[ORDERED]:
             numbers = [v[PART], 0, 0, 0, kinds]
-        elif by_rows is not None:
-            numbers = [v[OTHER], 1, by_rows, 0, kinds]
+        elif fitting:  # if batches of several lengths do, it is doubtful
+            numbers = [v[OTHER], 1, fitting[0], len(fitting) > 1, kinds]
         else:
             numbers = [v[OTHER if rows else PART], 0, 0, v[UNFIT if rows else UNSEEN], kinds]
         return keras.ops.convert_to_tensor(np.array(numbers, np.float64))

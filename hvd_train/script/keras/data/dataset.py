@@ -116,7 +116,7 @@ def _may_be_short(data: Any) -> bool:
 def _full_batches(data: Any) -> tuple[int, Fraction] | None:
     """Return (samples of a full batch, samples of all batches as a multiple of it); None if they are not known."""
     name = type(data).__name__
-    if name in ("_BatchDataset", "_ParallelBatchDataset"):
+    if name in ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset"):
         size, samples = int(data._batch_size), int(data._input_dataset.cardinality())
         samples -= samples % size if bool(data._drop_remainder) else 0
         return None if samples < 0 else (size, Fraction(samples, size))
@@ -240,18 +240,25 @@ def dataset_parts(
     whole, known = world.size * together, int(data.cardinality())
     padded = varies(data)
     steps, certain = -(-known // whole), known % whole == 0 if padded else known % whole != 1
-    if known > 0 and not padded and _may_be_short(data):
+    may_be_short, rest = _may_be_short(data), Fraction()
+    if known > 0 and (may_be_short or not certain):
         # ``rebatch`` fills up a short batch with samples of the next ones, so there may be fewer steps.
         size, full = _full_batches(data) or (0, Fraction())
-        rest = full % whole * batch
-        steps, certain = math.ceil(full / whole), rest == 0 or rest >= world.size
         if not size or batch % size:  # unknown, or the first batch is short; a map may make several samples of each
-            known = -1
+            known = -1 if may_be_short else known
+        elif not (padded and may_be_short):
+            rest = full % whole * batch  # samples of the last global batch; 0: it is full
+            steps, certain = math.ceil(full / whole), True
+    left_out = certain and 0 < rest < world.size
     parts = joined(data, whole) if padded else data.rebatch(batch * whole)
     parts = parts if order_digest is None else order_digest.watched(parts)
-    if known > 0 and certain and batch >= world.size:  # the last global batch has enough samples
+    # Without a known number Keras finds the end within a step that has already counted, in Adam's correction as well.
+    if known > 0 and certain and not left_out and batch >= world.size:
         return parts.map(part).apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
-    return parts.filter(lambda *element: count(*element) >= world.size).map(part).prefetch(2)
+    parts = parts.filter(lambda *element: count(*element) >= world.size).map(part)
+    if known > 0 and left_out and steps > 1 and batch >= world.size:
+        parts = parts.apply(tf.data.experimental.assert_cardinality(steps - 1))
+    return parts.prefetch(2)
 
 
 def ends(x: Any) -> bool:

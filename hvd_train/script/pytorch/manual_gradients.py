@@ -38,6 +38,7 @@ class ManualGradients:
         self._communicator, self._name, self._average = communicator, name, average
         # Reduced gradients and their versions, until a step has used them.
         self._reduced: dict[int, tuple[torch.Tensor, int]] = {}
+        self._used: dict[int, tuple[torch.Tensor, int]] = {}  # reduced gradients that a step has used
 
     def set_by_script(self, members: Sequence[int]) -> list[int]:
         """Return those of ``members`` whose gradient is not where backward passes put it."""
@@ -72,7 +73,8 @@ class ManualGradients:
             self._reduced[i] = p.grad, p.grad._version
 
     def used(self) -> None:
-        """Release the gradients, because a step has used them."""
+        """Note that a step has used the gradients. One that is left as it is for another step is reduced already."""
+        self._used |= {i: (g, g._version) for i, (g, _) in self._reduced.items()}
         self._reduced.clear()
 
     def replaced(self, members: Sequence[int]) -> bool:
@@ -80,6 +82,9 @@ class ManualGradients:
         return any(self._reduced.get(i, (None,))[0] is not self._tensors[i].grad for i in self.set_by_script(members))
 
     def _is_reduced(self, i: int) -> bool:
+        used, version = self._used.get(i, (None, 0))
+        if used is not None and self._tensors[i].grad is used and used._version == version:
+            return True
         gradient, version = self._reduced.get(i, (None, 0))
         if gradient is None:
             return False

@@ -82,6 +82,8 @@ class Reducer:
         self._in_parts = False  # whether gradients were accumulated in no_sync since the last exchange
         self._statistics_weight = 1.0
         self._nonfinite = False  # in this pass; a compressor would hide it
+        self._of_closure: set[float] = set()  # this rank's weights within the closure of a step
+        self._by_hand = False  # whether gradients were ever set by hand, on any rank
         self._replaced = False  # whether a step used gradients that were set after their exchange
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._running_stats = RunningStatistics(running_stats)
@@ -205,6 +207,7 @@ class Reducer:
     def _take_weights(self) -> None:
         """Set the weights of this rank's gradients and of its changes of running statistics."""
         self._weight = passes.averaged() if self.average else 1.0
+        self._of_closure.add(self._weight)
         # Changes by several batches have no common weight.
         self._statistics_weight = 1.0 if self._in_parts else passes.weight()
 
@@ -392,7 +395,8 @@ class Reducer:
         """Average the gradients that the script has set itself, before a step."""
         present = [self.index[id(p)] for p in parameters if p.grad is not None]
         members = self._manual.set_by_script(present)
-        if not members:
+        # Once gradients were set by hand, a rank may have none where others have some.
+        if not members and self.passes and not self._by_hand:
             return
         if not self.average:
             self._summed.check_replaced(members)
@@ -401,6 +405,7 @@ class Reducer:
         lengths = self.average and passes.needs_lengths()
         exchanged, check, lengths = self._manual.reduce(members, factor, passes.asked() != self._asked, lengths)
         if exchanged:
+            self._by_hand = True
             self.passes += 1
             passes.agree_on_lengths(lengths)
             self._after_exchange(check)
@@ -430,8 +435,17 @@ class Reducer:
         """Scale the residuals for a loss that is ``factor`` times as large from now on."""
         self._residuals.rescale(factor)
 
+    def begin_closure(self) -> None:
+        """Begin a closure, whose loss is needed over all ranks."""
+        self._of_closure = set()
+
     def global_loss(self, loss: float, total: Callable[[float], float]) -> float:
         """Return the loss over all ranks' samples. ``total`` sums a number over the ranks."""
+        # The ranks' weights differ in the same batches, so all of them see several, or none does.
+        if len(self._of_closure) > 1:
+            what = "the closure adds up losses of batches whose parts differ in length between ranks in other ways"
+            fix = "set drop_last=True, or divide sums by ht.sum of the samples, with ht.distribute(average=False)"
+            raise ConfigError(what, where="LBFGS", fix=fix, common=True)
         return total(loss * self._weight) * self._mean if self.average else total(loss)
 
     def _after_exchange(self, check: bool) -> None:

@@ -104,7 +104,8 @@ def synchronize_batchnorm(model: torch.nn.Module, communicator: Communicator, op
     counts = [layer.num_batches_tracked for layer in layers]
     context = batchnorm.prepare(model, communicator, ops, True)
     if average:
-        context.weight = passes.weight
+        # In a backward pass all ranks are here: they decide on the batch now, if they compare lengths for it.
+        context.weight = passes.averaged
 
     def before() -> None:
         registry.part_sync().arrive(uneven_parts.FORWARD)

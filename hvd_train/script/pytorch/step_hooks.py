@@ -96,13 +96,15 @@ def before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: di
             reducer.reduce_manual(parameters)
 
     def reducing_closure() -> Any:
+        for reducer in reducers:
+            reducer.begin_closure()
         loss = closure()
         reduce_manual()  # the closure may set gradients itself
         if not isinstance(optimizer, torch.optim.LBFGS):
             return loss
         # LBFGS searches by the loss; with local losses the ranks would diverge.
-        whole = next(iter(reducers)).global_loss(float(loss.detach()), lambda x: add_up([x]))
-        return loss.detach().new_tensor(whole)
+        whole = next(iter(reducers)).global_loss(float(loss), lambda x: add_up([x]))
+        return loss.detach().new_tensor(whole) if isinstance(loss, torch.Tensor) else whole
 
     return (arguments[0], reducing_closure, *arguments[2:]), {k: x for k, x in keywords.items() if k != "closure"}
 

@@ -6,6 +6,7 @@ another way (ahead, from two loaders, kept in a list), the batch is known by its
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import sys
@@ -231,7 +232,7 @@ class Pass:
     @property
     def ahead(self) -> bool:
         """Return whether the script takes each batch before the step of the one before."""
-        return self._ahead == 1 and self._single_exchange
+        return self._ahead == 1 and self._single_exchange and bool(self.lengths)
 
     def trained(self) -> None:
         """Record that the gradients of the batch of ``lengths`` are computed."""
@@ -303,8 +304,15 @@ class Pass:
             warnings.warn(f"{what}; ht.shard; call loader.set_epoch(number) for another order", stacklevel=3)
 
 
+@functools.cache
+def _tell_at_exit() -> None:
+    """At exit, warn of a pass that seemed to fetch ahead and had left out its first batch; no batch came after it."""
+    atexit.register(_forget_last)
+
+
 def _begin(one: Pass) -> None:
     global _rank, _blind
+    _tell_at_exit()
     _rank = one.rank
     stream = one.of_stream
     if one.home or not stream:

@@ -103,8 +103,9 @@ def before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: di
         if not isinstance(optimizer, torch.optim.LBFGS):
             return loss
         # LBFGS searches by the loss; with local losses the ranks would diverge.
-        whole = next(iter(reducers)).global_loss(float(loss), lambda x: add_up([x]))
-        return loss.detach().new_tensor(whole) if isinstance(loss, torch.Tensor) else whole
+        given = loss.detach() if isinstance(loss, torch.Tensor) else None  # it may be a number
+        whole = next(iter(reducers)).global_loss(float(loss if given is None else given), lambda x: add_up([x]))
+        return whole if given is None else given.new_tensor(whole)
 
     return (arguments[0], reducing_closure, *arguments[2:]), {k: x for k, x in keywords.items() if k != "closure"}
 

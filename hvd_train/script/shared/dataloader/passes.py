@@ -101,6 +101,7 @@ class Pass:
         self._begun, self._most = self._steps, 0  # steps before the last batch; the most steps between two batches
         self._weights: dict[int, str] = {}  # digests of the models' weights in a pass without steps
         self._joined = unshared.count if unshared else 0
+        self.whole = False  # whether the models got all of the last batch at once
         self.new = self.used = False  # whether the last batch came after the last exchange, or before it
 
     def __iter__(self) -> Iterator:
@@ -236,7 +237,9 @@ class Pass:
 
     def trained(self) -> None:
         """Record that the gradients of the batch of ``lengths`` are computed."""
-        self._single_exchange = self._single_exchange and bool(self.lengths)
+        own = self.lengths
+        self.whole = bool(own) and inputs is not None and own[self.rank] in inputs.lengths[0]
+        self._single_exchange = self._single_exchange and bool(own)
         if self._ahead is None:
             self._ahead = self._fresh - 1
         self._fresh = 0
@@ -498,7 +501,8 @@ def averaged() -> float:
     _settled, passes = True, in_use()
     possible, guess, unknown = _by_order(passes)
     if inputs and _gathers:
-        _decided, unknown = _found(inputs, possible, passes, guess)
+        again = bool(passes) and not any(p.new for p in passes)  # a further exchange after the batch's first
+        _decided, unknown = _found(inputs, possible | _current(), passes, guess, again)
     else:
         _decided = guess
         if unknown and len(passes) == 1 and not passes[0].new:  # ranks may make unequal numbers of backward passes
@@ -522,6 +526,11 @@ def weight_of_part() -> float:
         if not seen or any(length % n == 0 for length in seen for n in counts):
             _warn_of_uncertain_batch(_rank)
     return weight()
+
+
+def _current() -> set[Counts]:
+    """Return the lengths of the last batch of each open pass."""
+    return {p._lengths[-1] for p in _open if p.home and p._lengths}
 
 
 def _by_order(passes: list[Pass]) -> tuple[set[Counts], tuple[float, ...] | None, bool]:
@@ -553,16 +562,20 @@ class _Report(NamedTuple):
 
 
 def _found(
-    inputs: Inputs, possible: set[Counts], passes: list[Pass], guess: tuple[float, ...] | None
+    inputs: Inputs, possible: set[Counts], passes: list[Pass], guess: tuple[float, ...] | None, again: bool
 ) -> tuple[tuple[float, ...], bool]:
     """Return all ranks' weights, the same on all ranks, and whether they may be wrong.
+
+    ``again``: the batch had an exchange already, so this one may be of data of the script's own.
 
     Each rank tells which batches are possible, and the lengths of its models' inputs. What fits on all ranks is taken;
     if nothing does, what the order says (``guess``), if it says the same everywhere.
     """
     global _before
-    # After a pass data of the script's own is only known by batches of this pass that did fit.
+    # After a pass data of the script's own is only known by batches of this pass that did fit. Within a batch they are
+    # known if the models had all of it before: parts of a batch have several exchanges, too.
     own = not passes or (all(p.over for p in passes) and _before is not None)
+    own = own or (again and all(p.whole for p in passes))
     first, second = map(sorted, inputs.lengths)
     report = _Report(first, second, own, [[*one] for one in possible if one], [*guess] if guess else None)
     reports = [_Report(*json.loads(part)) for part in inputs.gather(json.dumps(report).encode())]
@@ -577,6 +590,10 @@ def _found(
     else:
         kinds = [{_weights(tuple(counts)) for counts in one.possible} for one in reports]
         left = set.intersection(*(one | {equal} if own or not one else one for one in kinds))
+    if again and guess and not (fitting or any(one.own for one in reports)):  # parts of the batch
+        return guess, False
+    if again and guess and not any(one.first for one in reports):  # a second loss of the same forward pass
+        return guess, False
     if len(left) != 1:
         guesses = {one.guess and (*one.guess,) for one in reports}
         agreed = guesses.pop() if len(guesses) == 1 else None
@@ -612,7 +629,8 @@ def needs_lengths() -> bool:
     passes = in_use()
     uneven = any(len(set(one)) > 1 for kinds in _kinds.values() for one in kinds)
     uneven = uneven or any(p.comes_uneven for p in passes)
-    return uneven and not (len(passes) == 1 and passes[0].plain and not passes[0].ends_uneven)
+    others = any(p not in passes and p._lengths and len(set(p._lengths[-1])) > 1 for p in _open if p.home)
+    return uneven and (others or not (len(passes) == 1 and passes[0].plain and not passes[0].ends_uneven))
 
 
 def gathers() -> bool:

@@ -145,6 +145,46 @@ def looked_at_alone(way, keep):
     return case
 
 
+def own_after_each():
+    """After each batch a step on data of the script's own, as in rehearsal, and one on the batch again."""
+    model = mlp()
+    model, optimizer = ht.distribute(model, sgd(model))
+    memory = [part[ht.rank() :: ht.size()] for part in next(iter(DataLoader(digits(72), 72)))]
+    for _ in range(2):
+        for batch in loader(count=235):
+            for inputs, labels in (batch, memory, batch):
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+    return model
+
+
+def back_to_the_first():
+    """A step on a batch, one on the batch of another loader, and one on the first batch again."""
+    model = mlp()
+    model, optimizer = ht.distribute(model, sgd(model))
+    first, second = loader(count=235), loader(count=240)
+    for _ in range(2):
+        others = iter(second)
+        for batch in first:
+            for inputs, labels in (batch, next(others), batch):
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+    return model
+
+
+def norms_in_a_list():
+    model = cnn(norm=True)
+    model, optimizer = ht.distribute(model, sgd(model), sync_batchnorm=True)
+    for _ in range(2):
+        for inputs, labels in list(loader(count=235)):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+    return model
+
+
 def two_losses():
     """Two loaders with other lengths at the end, each for a loss and a model of its own."""
     models = nn.ModuleList([mlp(), mlp()])

@@ -60,6 +60,35 @@ def by_hand_summed():
     return model
 
 
+def by_hand_and_left():
+    """Those of the first layer are set in every second step, and used twice: a sum is not summed again."""
+    model = mlp()
+    model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters(), lr=0.001), average=False)
+    for step, (x, y) in enumerate(loader()):
+        loss = F.cross_entropy(model(x), y, reduction="sum")
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for k, (p, g) in enumerate(zip(model.parameters(), gradients, strict=True)):
+            if k > 1 or step % 2 == 0:
+                p.grad = g
+        optimizer.step()
+    return model
+
+
+def by_hand_on_some_ranks():
+    """A rank without labels sets none, which counts as zero; another one waited for it for ever."""
+    model = mlp()
+    model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters(), lr=0.001), average=False)
+    for step, (x, y) in enumerate(loader()):
+        optimizer.zero_grad()
+        labelled = (y == step % 10) & (x.sum((1, 2, 3)) > 22)  # of 60 few, or none
+        if labelled.any():
+            loss = F.cross_entropy(model(x[labelled]), y[labelled], reduction="sum")
+            for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+                p.grad = g
+        optimizer.step()
+    return model
+
+
 def other_data():
     """``p.grad.data = g``: the gradient stays the same tensor and lies elsewhere; it is the mean or this rank's own."""
     model = mlp()

@@ -395,6 +395,8 @@ class Reducer:
         """Average the gradients that the script has set itself, before a step."""
         present = [self.index[id(p)] for p in parameters if p.grad is not None]
         members = self._manual.set_by_script(present)
+        if not self.average:
+            self._summed.check_cleared(present)
         # Once gradients were set by hand, a rank may have none where others have some.
         if not members and self.passes and not self._by_hand:
             return

@@ -110,6 +110,9 @@ def test_a_sum_set_by_hand_is_not_summed_again_by_a_step_within_the_step():
         reducer.reduce_manual(parameters)
         assert model.weight.grad.tolist() == [[1.5, 2.0]]
         reducer.used(torch.optim.SGD(parameters, 1.0), parameters)
+    reducer.reduce_manual(parameters)  # left as it is for another step
+    assert model.weight.grad.tolist() == [[1.5, 2.0]]
+    model.weight.grad = torch.tensor([[0.25, 0.5]])
     reducer.reduce_manual(parameters)
     model.weight.grad = model.weight.grad + 1
     with pytest.raises(ConfigError, match="replaced after the step had summed it"):

@@ -41,6 +41,7 @@ _decided: tuple[float, ...] | None = None  # all ranks' weights for the next exc
 _settled = False  # whether that was tried
 _before: tuple[float, ...] | None = None  # what was found out last
 _gathers = True  # whether all ranks compare the lengths of inputs in the next exchange; the same on all ranks
+_agreed = False  # the same, once there was an exchange
 _rank = 0
 _asked = 0
 _summed = False  # whether ht.sum was called between an uneven batch and the exchange of its gradients
@@ -620,8 +621,9 @@ def _fitting(reports: list[_Report]) -> set[Counts]:
             across.add(counts)
     exact = {counts for counts, fit in ratios.items() if 1 in fit}
     flat = {counts for counts, fit in ratios.items() if fit}
+    found = exact or flat or across
     uneven = {counts for counts in flat | across if len({*counts}) > 1}
-    return (exact or flat or across) | uneven
+    return found if any(len({*counts}) > 1 for counts in found) else found | uneven
 
 
 def needs_lengths() -> bool:
@@ -640,14 +642,14 @@ def gathers() -> bool:
 
 def agree_on_lengths(needed: bool) -> None:
     """Set whether all ranks compare lengths in the next exchange; all ranks call it with the same value."""
-    global _gathers
-    _gathers = needed
+    global _gathers, _agreed
+    _gathers = _agreed = needed
 
 
 def _follow_inputs() -> None:
     """Record the next inputs of the models if their lengths may be needed."""
     if inputs:
-        inputs.follow(needs_lengths())
+        inputs.follow(_agreed or needs_lengths())
 
 
 @functools.cache

@@ -204,8 +204,8 @@ def probe(model: Any, batch: Any, communicator: Communicator, unprobed: Callable
     if None in everyone:
         unprobed()
         return None
-    for loss, kinds in zip(losses, zip(*everyone, strict=True), strict=True):
-        loss.kind = agreed(kinds)
+    for loss, of_ranks in zip(losses, zip(*everyone, strict=True), strict=True):
+        loss.kind = agreed(of_ranks)
         if loss.kind == "neither" and communicator.rank == 0:
             what = f"the loss {loss.loss.name} is neither a mean nor a sum over samples: ranks compute it for their own"
             fix = "return one value per sample to get their mean"

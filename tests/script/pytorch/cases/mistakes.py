@@ -179,6 +179,23 @@ def errors(folder: Path):
         model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
         model(torch.ones(1, 1024)).sum().backward()
 
+    def unequal_closure():
+        """Its loss is over a whole pass, the last batch of which is uneven."""
+        model = mlp()
+        model, optimizer = ht.distribute(model, torch.optim.LBFGS(model.parameters()))
+        batches = ht.shard(torch.utils.data.DataLoader(digits(235), 30))
+
+        def closure():
+            optimizer.zero_grad()
+            total = 0.0
+            for x, y in batches:
+                loss = F.cross_entropy(model(x), y) / len(batches)
+                loss.backward()
+                total += float(loss.detach())
+            return total
+
+        optimizer.step(closure)
+
     def summed_again():
         model, optimizer = ht.distribute(model := mlp(), sgd(model), average=False)
         model(digits(8)[:][0]).sum().backward()
@@ -289,6 +306,7 @@ def errors(folder: Path):
             "moved in a pass": moved("pass"),
             "moved before a sum": moved("sum", data=True),
             "in a hook": in_hook,
+            "unequal closure": unequal_closure,
             "graph": graph,
             "twice summed": twice_summed,
             "summed clipped": summed_clipped,

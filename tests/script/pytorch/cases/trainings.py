@@ -196,4 +196,5 @@ def lbfgs():
             return loss
 
         optimizer.step(closure)
+    optimizer.step(lambda: float(closure().detach()))  # a number will do
     return model

@@ -14,8 +14,8 @@ from hvd_train.cli.main import cli
 from tests.cli.running import run
 
 COMMANDS = [
-    "fit", "find-lr", "modes", "plan", "sweep", "scale", "submit", "eval", "predict", "verify", "export", "compare",
-    "explain", "report", "sync", "watch", "doctor", "config", "models", "data", "guide", "init",
+    "fit", "run", "find-lr", "modes", "plan", "sweep", "scale", "submit", "eval", "predict", "verify", "export",
+    "compare", "explain", "report", "sync", "watch", "doctor", "config", "models", "data", "guide", "init",
 ]  # fmt: skip
 
 

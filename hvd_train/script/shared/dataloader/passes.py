@@ -552,6 +552,7 @@ class _Report(NamedTuple):
     first: list[int]  # the lengths of inputs' first dimensions
     second: list[int]
     own: bool  # whether the step may use data of the script's own
+    again: bool  # whether the batch had an exchange already
     possible: list[list[int]]
     guess: list[float] | None  # the weights by order
 
@@ -567,10 +568,9 @@ def _found(
 ) -> tuple[tuple[float, ...], bool]:
     """Return all ranks' weights, the same on all ranks, and whether they may be wrong.
 
-    ``again``: the batch had an exchange already, so this one may be of data of the script's own.
-
     Each rank tells which batches are possible, and the lengths of its models' inputs. What fits on all ranks is taken;
-    if nothing does, what the order says (``guess``), if it says the same everywhere.
+    if nothing does, what the order says (``guess``), if it says the same everywhere. ``again``: the batch had an
+    exchange already, so this one may be of data of the script's own.
     """
     global _before
     # After a pass data of the script's own is only known by batches of this pass that did fit. Within a batch they are
@@ -578,7 +578,7 @@ def _found(
     own = not passes or (all(p.over for p in passes) and _before is not None)
     own = own or (again and all(p.whole for p in passes))
     first, second = map(sorted, inputs.lengths)
-    report = _Report(first, second, own, [[*one] for one in possible if one], [*guess] if guess else None)
+    report = _Report(first, second, own, again, [[*one] for one in possible if one], [*guess] if guess else None)
     reports = [_Report(*json.loads(part)) for part in inputs.gather(json.dumps(report).encode())]
     equal = (1.0,) * len(reports)
     fitting = _fitting(reports) if any(one.first for one in reports) else set()
@@ -591,13 +591,13 @@ def _found(
     else:
         kinds = [{_weights(tuple(counts)) for counts in one.possible} for one in reports]
         left = set.intersection(*(one | {equal} if own or not one else one for one in kinds))
-    if again and guess and not (fitting or any(one.own for one in reports)):  # parts of the batch
-        return guess, False
-    if again and guess and not any(one.first for one in reports):  # a second loss of the same forward pass
-        return guess, False
+    guesses = {one.guess and (*one.guess,) for one in reports}
+    agreed = guesses.pop() if len(guesses) == 1 else None
+    # Parts of the batch, or a second loss of the same forward pass.
+    same = not any(one.first for one in reports) or not (fitting or any(one.own for one in reports))
+    if agreed and same and all(one.again for one in reports):
+        return agreed, False
     if len(left) != 1:
-        guesses = {one.guess and (*one.guess,) for one in reports}
-        agreed = guesses.pop() if len(guesses) == 1 else None
         # In the first step on data of the script's own the models were not watched yet.
         return agreed or equal, inputs.watched or bool(passes)
     (found,) = left

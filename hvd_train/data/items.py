@@ -137,12 +137,12 @@ class Items:
             if self.random:
                 seed_all(mix(mix(seed, epoch), row))
             items.append(self._dataset[row])
-        pairs = items if self._collate else [self._pair(item) for item in items]
-        made = self._collate(pairs) if self._collate else pairs
         if self._collate:
-            inputs, labels = self._pair(made)
+            inputs, labels = self._pair(self._collate(items))
             return _converted(inputs, True), _converted(labels, True)
-        return tuple(_stacked([_converted(pair[k]) for pair in made], self._where) for k in (0, 1))
+        pairs = [self._pair(item) for item in items]
+        inputs, labels = ([_converted(pair[k]) for pair in pairs] for k in (0, 1))
+        return _stacked(inputs, self._where), _stacked(labels, self._where)
 
     def _pair(self, item: Any) -> tuple[Any, Any]:
         """Return (inputs, label) of an item."""

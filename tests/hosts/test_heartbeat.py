@@ -157,9 +157,7 @@ def test_a_killed_rank_is_named_with_its_host_by_all(network, tmp_path, launcher
     job.send(signal.SIGKILL, 3)
     code, errors = job.end()
     who = f"rank 3 on host {network.hosts[1]} "
-    assert code == 5 and f"error: {who}was ended by SIGKILL; look for a crash or too little memory" in "\n".join(
-        errors
-    )
+    assert code == 5 and f"error: {who}was ended by SIGKILL; look for a crash or too little memory" in "\n".join(errors)
     assert all(who in error for error in errors), errors
     job.leaves_nothing()
 

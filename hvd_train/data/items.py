@@ -70,9 +70,9 @@ class Items:
             if not collate:
                 with _generators_kept():
                     self._pair(dataset[0])  # it may be none
-            first, again = self._digest([0], 0), self._digest([0], 1)
-            self.random = first != again
-            if first != self._digest([0], 0):
+            few = sorted({*np.linspace(0, self._length - 1, LOOKED_AT).astype(int).tolist()})
+            self.random = any(map(self._draws, few))
+            if self._digest([0], 0) != self._digest([0], 0):
                 what = "sample 0 differs each time it is read, so ranks and resumed runs would see different samples"
                 fix = "draw what is random in __getitem__ from the generators of random, numpy.random and torch"
                 raise DataError(what, where=where, fix=fix)
@@ -164,6 +164,14 @@ class Items:
             item[labels[0]] if one_label else {key: item[key] for key in labels},
         )
 
+    def _draws(self, row: int) -> bool:
+        """Return whether the sample takes random numbers; a flip that two seeds do not show does as well."""
+        with _generators_kept():
+            seed_all(row)
+            before = _generators()
+            self._dataset[row]
+            return _generators() != before
+
     def _digest(self, rows: Sequence[int], seed: int) -> str:
         """Return a hash of samples drawn with ``seed``; the process' generators stay as they are."""
         digest = hashlib.sha256()
@@ -186,6 +194,14 @@ def seed_all(key: int) -> None:
     np.random.seed(key % 2**32)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(key)
+
+
+def _generators() -> tuple[Any, ...]:
+    """Return the states of the global generators, to be compared."""
+    torch = sys.modules.get("torch")
+    drawn = torch.get_rng_state().numpy().tobytes() if torch else b""
+    _, keys, *place = np.random.get_state(legacy=True)
+    return random.getstate(), np.asarray(keys).tobytes(), place, drawn
 
 
 @contextmanager

@@ -139,6 +139,25 @@ def test_what_people_have(part, keys, count):
         assert np.allclose(inputs["input"].reshape(count, -1), want.reshape(count, -1))
 
 
+class Flipped(Digits):
+    """Half of the samples are turned around: two seeds may well do the same to sample 0."""
+
+    def __getitem__(self, k):
+        image, label = super().__getitem__(k)
+        return (image.flip(-1) if torch.rand(1) < 0.5 else image), label
+
+
+def test_a_flip_is_random_whatever_it_does_to_the_first_sample():
+    data = Flipped(count=90)
+    want = trained_on(opened((data, data)).train, 1, 1)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        source = opened((data, data)).train
+        assert source.items.random
+        assert all(map(np.array_equal, trained_on(source, 3, 1), want))
+    assert not opened((Digits(), Digits())).train.items.random
+
+
 def test_several_inputs_by_their_names():
     data = opened((Named(), Named()), features=["image", "id"], num_classes=10)
     assert set(data.sample.inputs) == {"image", "id"}

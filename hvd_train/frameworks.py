@@ -137,7 +137,7 @@ def register(framework: Framework) -> Framework:
 
 
 def distribution(package: str) -> tuple[str, str] | None:
-    """Return name and version of an installed package, also if its CPU-only build has another name."""
+    """Return the name and version under which a package is installed: its CPU-only build may have another name."""
     from importlib import metadata
 
     for name in (package, f"{package}-cpu"):

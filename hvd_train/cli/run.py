@@ -1,4 +1,4 @@
-"""``hvd-train run -np N -- PROGRAM ...``."""
+"""``hvd-train run``: start a script, or any program, on several ranks."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class ItemWorkers:
         weakref.finalize(self, _close, ends)
 
     def run(self, *arguments: Any) -> Any:
-        """Return ``work(*arguments)`` of a free process; raise its error."""
+        """Call ``work(*arguments)`` in a process that is free; return its result, or raise its error."""
         connection = self._free.get()
         try:
             connection.send(arguments)

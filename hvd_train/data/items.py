@@ -21,7 +21,7 @@ from hvd_train.data.item_workers import ItemWorkers
 from hvd_train.data.order import mix
 from hvd_train.errors import DataError
 
-LOOKED_AT = 4  # samples of the fingerprint
+LOOKED_AT = 4  # samples
 EVALUATION = -1  # the epoch of samples that are not for training
 CHANNELS = (1, 3)
 SAMPLERS = ("SequentialSampler", "RandomSampler")
@@ -65,18 +65,18 @@ class Items:
         self._workers: ItemWorkers | None = None
         self._alone = threading.Lock()  # held while the process' generators are seeded for a sample
         self.rows = np.arange(self._length)
-        self.random = False
+        # A few rows, which tell whether samples are random, and make the fingerprint.
+        few = sorted({*np.linspace(0, self._length - 1, LOOKED_AT).astype(int).tolist()}) if self._length else []
+        self.random = any(map(self._draws, few))
         if self._length:
             if not collate:
                 with _generators_kept():
                     self._pair(dataset[0])  # it may be none
-            few = sorted({*np.linspace(0, self._length - 1, LOOKED_AT).astype(int).tolist()})
-            self.random = any(map(self._draws, few))
             if self._digest([0], 0) != self._digest([0], 0):
                 what = "sample 0 differs each time it is read, so ranks and resumed runs would see different samples"
                 fix = "draw what is random in __getitem__ from the generators of random, numpy.random and torch"
                 raise DataError(what, where=where, fix=fix)
-        self.fingerprint = self._fingerprint()
+        self.fingerprint = self._fingerprint(few)
         self.num_classes = _classes_of(dataset)
 
     @classmethod
@@ -94,7 +94,7 @@ class Items:
             sampler = type(part.sampler).__name__ if own else "batch sampler of its own"
             what = f"the DataLoader has a {sampler}, and the order of samples is made here"
             raise DataError(what, where=where, fix="leave it out; data.sampling: balanced takes all classes alike")
-        plain = part.collate_fn.__name__ in ("default_collate", "default_convert")
+        plain = getattr(part.collate_fn, "__name__", "") in ("default_collate", "default_convert")
         return cls(part.dataset, where, collate=None if plain else part.collate_fn, **keys)
 
     def __len__(self) -> int:
@@ -165,7 +165,8 @@ class Items:
         )
 
     def _draws(self, row: int) -> bool:
-        """Return whether the sample takes random numbers; a flip that two seeds do not show does as well."""
+        """Return whether reading the sample draws random numbers."""
+        # Samples of two seeds are not compared: both may happen to flip the image, or not to.
         with _generators_kept():
             seed_all(row)
             before = _generators()
@@ -181,9 +182,8 @@ class Items:
                 digest.update(_bytes(self._dataset[row]))
         return digest.hexdigest()
 
-    def _fingerprint(self) -> str:
-        kind, few = type(self._dataset), np.linspace(0, max(0, self._length - 1), LOOKED_AT).astype(int)
-        rows = sorted({*few.tolist()}) if self._length else []
+    def _fingerprint(self, rows: Sequence[int]) -> str:
+        kind = type(self._dataset)
         text = f"{kind.__module__}.{kind.__qualname__} {self._length} {self._digest(rows, 0)}"
         return hashlib.sha256(text.encode()).hexdigest()
 

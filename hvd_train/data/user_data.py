@@ -187,7 +187,7 @@ class UserSource:
 
 
 class ItemSource(UserSource):
-    """A data set that gives one sample at a time, as torch's; see ``Items``."""
+    """The samples of a torch data set, or of another one that gives one sample at a time (``Items``)."""
 
     def __init__(
         self,

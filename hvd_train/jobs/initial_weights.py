@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.checkpoint import store
-from hvd_train.checkpoint.manifest import sample_of
+from hvd_train.checkpoint.manifest import MANIFEST, sample_of
 from hvd_train.checkpoint.serialize import read
 from hvd_train.config import Config
 from hvd_train.config.names import nearest
@@ -251,9 +251,10 @@ def _read(path: Path, config: Config, where: str) -> list[WeightFile]:
         raise ConfigError(
             "there is no such file or folder", where=where, fix="give a run folder, a checkpoint or a file"
         )
-    if path.is_dir() and (index := next(iter(sorted(path.glob("*.safetensors.index.json"))), None)):
-        return [_shards(index, where)]
-    if path.is_dir():
+    # A run or a checkpoint of ours stays one, also if a model was exported into its folder.
+    if path.is_dir() and not (path / "checkpoints").is_dir() and not (path / MANIFEST).exists():
+        if index := next(iter(sorted(path.glob("*.safetensors.index.json"))), None):
+            return [_shards(index, where)]
         path = next(filter(Path.is_file, (path / name for name in OF_HUGGING_FACE)), path)
     if path.is_dir():
         place = store.resolve(path, str(path))

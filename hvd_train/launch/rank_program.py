@@ -49,7 +49,7 @@ def torchrun_variables(here: World, place: str) -> dict[str, str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Become the program, or run it with tagged output and return its exit code."""
+    """Replace this process by the program. With ``--tag`` run it as a child instead, and return its exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tag", action="store_true")
     parser.add_argument("--torchrun", default="")

@@ -89,7 +89,7 @@ class Gathering:
         return outputs, one_or_all({name.removeprefix("label "): x[order] for name, x in whole.items()})
 
     def _to_bytes(self) -> bytes:
-        """Raises ValueError if outputs of batches differ in shape."""
+        """Serialize and release what was added. Raises ValueError if the outputs of two batches differ in shape."""
         if not self._parts:
             return b""
         indices, outputs, labels = zip(*self._parts, strict=True)

@@ -155,7 +155,7 @@ class Task:
         return ops.concat(parts) if len(parts) > 1 else sums
 
     def gatherings(self) -> dict[int, Gathering]:
-        """Return {objective: an empty gathering} for an evaluation."""
+        """Return what an evaluation fills: an empty gathering for each objective with gathered metrics."""
         return {k: Gathering(self.objectives[k].output, one.metric.where) for k, (one, *_) in self.gathered.items()}
 
     def rank(self, rows: np.ndarray, rankings: Mapping[int, Ranking]) -> np.ndarray:

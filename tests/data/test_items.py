@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -124,6 +125,7 @@ def collated(items):
         (utils.TensorDataset(torch.tensor(IMAGES[:90] / 16), torch.tensor(LABELS[:90])), {}, 90),
         (dataloader(batch_size=7, shuffle=True), {}, 200),
         (dataloader(collate_fn=collated), {}, 200),
+        (dataloader(collate_fn=functools.partial(collated)), {}, 200),
         (Named(), {"features": ["image"], "num_classes": 10}, 200),
     ],
 )  # fmt: skip
@@ -134,7 +136,9 @@ def test_what_people_have(part, keys, count):
     first = 5 if isinstance(part, utils.Subset) else 0
     if not isinstance(part, utils.ConcatDataset):
         assert np.array_equal(labels["label"], LABELS[first : first + count])
-        scale = 2 / 16 if getattr(part, "collate_fn", None) is collated else 1 if part.__class__ is Named else 1 / 16
+        collate = getattr(part, "collate_fn", None)
+        own = collated in (collate, getattr(collate, "func", None))
+        scale = 2 / 16 if own else 1 if part.__class__ is Named else 1 / 16
         want = IMAGES[first : first + count] * scale
         assert np.allclose(inputs["input"].reshape(count, -1), want.reshape(count, -1))
 

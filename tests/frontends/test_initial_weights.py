@@ -277,6 +277,9 @@ def test_files_of_pytorch(tmp_path, capsys):
         assert (tree["weights/body.weight"] == exact.double().numpy()).all(), name
         assert (tree["statistics/norm.running_mean"] > 2).all()
         assert "kept as drawn" not in capsys.readouterr().out
+    with pytest.raises(TrainError, match="there is no checkpoint"):
+        (tmp_path / "one" / "checkpoints").mkdir()  # a run into which a model was exported
+        run(tmp_path / "refused", model=Model(), model_keys={"init_from": str(tmp_path / "one")})
     for content, told in (
         ({"weight_map": files | {"more": "model-1-of-2.safetensors"}}, "its files lack more; .*; fetch all files"),
         ({"weight_map": files | {"more": "../c.safetensors"}}, "it names files of other folders"),

@@ -438,7 +438,7 @@ def _left_to_rank_0(*args: Any, **kwargs: Any) -> None:
 
 
 def _bound(method: Callable, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the call's arguments by name, with Keras' defaults, also of a method that the user's class overrides."""
+    """Return the call's arguments by name, with Keras' defaults. The user's class may override the method."""
     bound = inspect.signature(method).bind(*args, **kwargs)
     bound.apply_defaults()
     kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}

@@ -134,7 +134,7 @@ class Reduction:
 
     @classmethod
     def tell_doubts(cls) -> None:
-        """Warn once, on rank 0, of steps in graphs that may belong to another batch."""
+        """Warn once, on rank 0, if steps in graphs may have got the weight of another batch."""
         if cls.traced and cls.doubts is not None and float(cls.doubts.numpy()) and not launched().rank:
             warn_of_unknown_batch()
 

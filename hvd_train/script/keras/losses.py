@@ -54,7 +54,7 @@ class DistributedLoss:
         if opaque and self._reduction.unprobed and not self._told and world().rank == 0:
             self._told = True
             what = f"the loss {self.loss.name} gives one number for a batch: it is taken as the mean over its samples"
-            warnings.warn(f"{what}, and would be wrong if it is a sum (return one value per sample)", stacklevel=2)
+            warnings.warn(f"{what}, so a sum would come out wrong (return one value per sample)", stacklevel=2)
         masked = not opaque and (_mask(y_pred) is not None or _mask(values) is not None)
         by_weight = self.loss.reduction == "mean_with_sample_weight"
         if self.probing:

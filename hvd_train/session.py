@@ -193,10 +193,10 @@ def _load(framework: str, verbose: bool, skip_unneeded: bool) -> FrontEndModule:
     try:
         with _without_noise(verbose):
             return record.load(skip_unneeded)
-    except Exception as error:  # a damaged installation may raise anything
+    except Exception:  # a damaged installation may raise anything
         for package in record.packages:
             _check_import(package, record)
-        raise error
+        raise
 
 
 def _check_import(package: str, record: Framework) -> None:

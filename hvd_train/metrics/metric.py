@@ -81,8 +81,6 @@ class Metric(ABC):
     # The number of binary labels of a metric that depends on the order of all outputs, which sums only approximate. An
     # evaluation then keeps the outputs and calls ``exact``. 0: sums are exact.
     ranked = 0
-    # Whether an evaluation gathers all outputs and labels, from which it computes the value; there are no sums.
-    gathered = False
 
     def __init__(self, form: LabelForm, masked: bool = False) -> None:
         self.form, self.masked = form, masked

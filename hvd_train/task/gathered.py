@@ -21,7 +21,6 @@ MOST_BYTES = 1 << 30  # of the outputs and labels of an evaluation, which every 
 class Gathered(Metric):
     """A user's function of all outputs (n, ...) float64 and labels (n, ...), as NumPy's arrays, that gives a number."""
 
-    gathered = True
     length = 0  # it has no sums
 
     def __init__(self, name: str, form: LabelForm) -> None:

@@ -445,7 +445,7 @@ class Reducer:
         """Return the loss over all ranks' samples. ``total`` sums a number over the ranks."""
         # The ranks' weights differ in the same batches, so all of them see several, or none does.
         if len(self._of_closure) > 1:
-            what = "the closure adds up losses of batches whose parts differ in length between ranks in other ways"
+            what = "the closure adds up losses of even and uneven batches, in which a rank has different weights"
             fix = "set drop_last=True, or divide sums by ht.sum of the samples, with ht.distribute(average=False)"
             raise ConfigError(what, where="LBFGS", fix=fix, common=True)
         return total(loss * self._weight) * self._mean if self.average else total(loss)

@@ -226,7 +226,7 @@ ERRORS = {
     "moved in a pass": "CommunicationError: the weights of rank.* differ .*; the end of a pass over ht.shard; "
     "gradients of torch.autograd.grad and torch.func.grad are of this rank alone: set p.grad before the step",
     "moved before a sum": "CommunicationError: the weights of rank.* differ .*; ht.sum; gradients of torch.autograd",
-    "unequal closure": "ConfigError: the closure adds up losses of batches whose parts differ .*; LBFGS; set drop_last",
+    "unequal closure": "ConfigError: the closure adds up losses of even and uneven batches, .*; LBFGS; set drop_last",
     "in a hook": "CommunicationError: the weights of rank.* differ .*; ht.sum; gradients of torch.autograd",
     "graph": r"ConfigError: backward\(create_graph=True\) keeps a graph of .*; 4.bias",
     "unsorted": r"ConfigError: the ranks differ.*\n  data: classes +rank 0.*; sort what [\s\S]*  data: index ",

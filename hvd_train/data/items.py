@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.data.batched import gives_batches
 from hvd_train.data.item_workers import ItemWorkers
-from hvd_train.data.order import mix
+from hvd_train.data.order import mix, stream
 from hvd_train.errors import DataError
 
 LOOKED_AT = 4  # samples
@@ -31,7 +32,9 @@ FIX = "let __getitem__ return (inputs, label): each a tensor, an array or a numb
 def gives_items(part: Any) -> bool:
     """Return whether this is a data set with ``__getitem__`` by index, or a DataLoader of one."""
     other = any(hasattr(part, name) for name in ("__array__", "fetch", "iterate"))
-    if other or isinstance(part, tuple | list | dict | str) or _is(part, "torch.utils.data", "IterableDataset"):
+    if other or isinstance(part, tuple | list | dict | str) or gives_batches(part):
+        return False
+    if _is(part, "torch.utils.data", "IterableDataset"):
         return False
     return _is_loader(part) or (hasattr(part, "__getitem__") and hasattr(part, "__len__"))
 
@@ -51,6 +54,8 @@ class Items:
     ``features``, ``labels``: the keys of an item that is a dict; None: ``label`` or ``labels``, and all others.
     ``collate``: makes (inputs, labels) of a list of items, in place of stacking.
     """
+
+    weights: np.ndarray | None = None  # (n,): with what probability training draws each sample
 
     def __init__(
         self,
@@ -82,20 +87,22 @@ class Items:
     @classmethod
     def of(cls, part: Any, where: str, **keys: Any) -> Items:
         """Make it of a data set or a DataLoader, whose data set and ``collate_fn`` are taken. Raises DataError."""
-        if _is(part, "keras", "PyDataset"):
-            what = "a PyDataset gives whole batches, which N ranks cannot divide"
-            raise DataError(what, where=where, fix="give arrays, or a data set whose __getitem__ gives one sample")
         if not _is_loader(part):
             return cls(part, where, **keys)
         if _is(part.dataset, "torch.utils.data", "IterableDataset"):
             raise DataError("the DataLoader reads a stream", where=where, fix="give the stream, with __len__")
-        own = type(part.sampler).__name__ not in SAMPLERS or getattr(part.sampler, "replacement", False)
-        if own or part.batch_size is None:
-            sampler = type(part.sampler).__name__ if own else "batch sampler of its own"
-            what = f"the DataLoader has a {sampler}, and the order of samples is made here"
+        sampler = part.sampler
+        weighted = type(sampler).__name__ == "WeightedRandomSampler"
+        own = type(sampler).__name__ not in SAMPLERS or getattr(sampler, "replacement", False)
+        if (own and not weighted) or part.batch_size is None:
+            kind = type(sampler).__name__ if own else "batch sampler of its own"
+            what = f"the DataLoader has a {kind}, and the order of samples is made here"
             raise DataError(what, where=where, fix="leave it out; data.sampling: balanced takes all classes alike")
         plain = getattr(part.collate_fn, "__name__", "") in ("default_collate", "default_convert")
-        return cls(part.dataset, where, collate=None if plain else part.collate_fn, **keys)
+        items = cls(part.dataset, where, collate=None if plain else part.collate_fn, **keys)
+        if weighted:
+            items.weigh(np.asarray(sampler.weights, np.float64), sampler.num_samples, sampler.replacement)
+        return items
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -103,9 +110,31 @@ class Items:
     def part(self, rows: np.ndarray) -> Items:
         """Return the data set of these samples."""
         one = object.__new__(type(self))
-        vars(one).update(vars(self) | {"rows": self.rows[rows]})
+        weights = None if self.weights is None else self.weights[rows]
+        vars(one).update(vars(self) | {"rows": self.rows[rows], "weights": weights})
         one.fingerprint = hashlib.sha256(f"{self.fingerprint} {one.rows.tobytes().hex()}".encode()).hexdigest()
         return one
+
+    def weigh(self, weights: np.ndarray, drawn: int, replacement: bool) -> None:
+        """Draw training samples with probabilities in proportion to ``weights`` (n,), as a WeightedRandomSampler."""
+        if drawn != len(self) or weights.shape != (len(self),) or not replacement:
+            what = f"the WeightedRandomSampler draws {drawn:,} of {len(self):,} samples"
+            what += " without replacement" * (not replacement)
+            fix = f"give it {len(self):,} weights and num_samples={len(self)}, with replacement"
+            raise DataError(what, where=self._where, fix=fix)
+        if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any()):
+            raise DataError("weights of the sampler are negative, not finite, or all 0", where=self._where)
+        self.weights = weights
+        self.fingerprint = hashlib.sha256(f"{self.fingerprint} {weights.tobytes().hex()}".encode()).hexdigest()
+
+    def chosen(self, positions: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """Map positions (k,) in an epoch to indices of samples (k,), each drawn on its own by ``weights``."""
+        assert self.weights is not None
+        uniform = stream(mix(seed, epoch), np.asarray(positions).astype(np.uint64)) / 2.0**64
+        ends = np.cumsum(self.weights)
+        # The last sample that can be drawn: a product may round up to the sum.
+        last = int(np.flatnonzero(self.weights)[-1])
+        return np.minimum(np.searchsorted(ends, uniform * ends[-1], side="right"), last)
 
     def labels_known(self) -> np.ndarray | None:
         """Return the class of each sample (n,) if the data set lists them, as torchvision's do, else None."""
@@ -121,21 +150,29 @@ class Items:
             self._workers = ItemWorkers(workers, self._read, self._where)
 
     def fetch(self, indices: np.ndarray, seed: int = 0, epoch: int = EVALUATION) -> tuple[Any, Any]:
-        """Return the inputs and labels of samples, each (k, ...) or a dict of such; thread-safe."""
-        rows = self.rows[indices]
-        if self._workers:
-            return self._workers.run(rows, seed, epoch)
-        with self._alone if self.random else nullcontext():
-            return self._read(rows, seed, epoch)
+        """Return the inputs and labels of samples, each (k, ...) or a dict of such; thread-safe.
 
-    def _read(self, rows: np.ndarray, seed: int, epoch: int) -> tuple[Any, Any]:
+        With ``weights`` and in training, ``indices`` are positions in the epoch, for which samples are drawn.
+        """
+        rows = self.rows[indices]
+        keys = rows
+        if self.weights is not None and epoch != EVALUATION:
+            # A sample that is drawn twice gets other random numbers.
+            rows, keys = self.rows[self.chosen(indices, seed, epoch)], indices
+        if self._workers:
+            return self._workers.run(rows, keys, seed, epoch)
+        with self._alone if self.random else nullcontext():
+            return self._read(rows, keys, seed, epoch)
+
+    def _read(self, rows: np.ndarray, keys: np.ndarray, seed: int, epoch: int) -> tuple[Any, Any]:
+        """Read ``rows`` (k,) of the data set; what is random is drawn by ``keys`` (k,)."""
         if len(self._dataset) != self._length:
             what = f"the data set had {self._length:,} samples, and has {len(self._dataset):,} now"
             raise DataError(what, where=self._where, fix="its length must not change")
         items = []
-        for row in rows.tolist():
+        for row, key in zip(rows.tolist(), keys.tolist(), strict=True):
             if self.random:
-                seed_all(mix(mix(seed, epoch), row))
+                seed_all(mix(mix(seed, epoch), key))
             items.append(self._dataset[row])
         if self._collate:
             inputs, labels = self._pair(self._collate(items))

@@ -12,6 +12,7 @@ from hvd_train.data.column import check_no_mask
 from hvd_train.errors import DataError
 
 END = object()
+ADVICE = "return the same samples in each iteration (fixed seeds); iterate(epoch, start) may use epoch"
 
 
 class StreamSource:
@@ -34,7 +35,7 @@ class StreamSource:
         # The first sample again, from a new iterator.
         if list(map(_bytes, self.fetch(np.zeros(1, np.int64)))) != list(map(_bytes, self._first)):
             what = "a second iteration starts with another sample, so ranks and resumed runs would read different ones"
-            fix = "return the same samples in each iteration (fixed seeds); iterate(epoch, start) may use epoch"
+            fix = getattr(user_stream, "advice", ADVICE)
             raise DataError(what, where=where, fix=fix)
 
     def __len__(self) -> int:

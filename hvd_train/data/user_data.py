@@ -12,6 +12,7 @@ from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.config.keys.lengths import LengthsConfig
 from hvd_train.config.user_code import user_errors, user_function
 from hvd_train.data.arrays import Arrays, float64_arrays
+from hvd_train.data.batched import batched, gives_batches
 from hvd_train.data.classes import Known
 from hvd_train.data.column import LABEL, check_no_mask, is_class
 from hvd_train.data.dataset import DataRequest, Parts, Whole, known
@@ -79,6 +80,10 @@ def _source(
     """Make a source from one part of the user's data: arrays, an object with ``fetch``, a data set, or a stream."""
     if gives_items(part):
         return ItemSource(part, config, task, where, classes, labelled)
+    if gives_batches(part):
+        with user_errors("the data set failed", where, kind=DataError):
+            part = batched(part, where)
+        _check_counted(part.num_classes, task, classes, where)
     if not isinstance(part, tuple | list | dict):
         iterated = hasattr(part, "__iter__") and not hasattr(part, "__array__")
         if hasattr(part, "fetch") or not (iterated or hasattr(part, "iterate")):
@@ -205,14 +210,16 @@ class ItemSource(UserSource):
         self._arguments = (user_source, config, task, where, classes, labelled)
         with user_errors("the data set failed", where, kind=DataError):
             items = items or Items.of(user_source, where, features=config.features, labels=config.labels)
-        default = classes.default
-        counted = default.count or default.names or classes.run or classes.train
-        of_classes = "cross_entropy" in [loss for loss, _ in task.terms.values()]
-        if len(items) and of_classes and not counted and items.num_classes is None:
-            what = "the number of classes is not known: the data set lists neither classes nor targets"
-            raise DataError(what, where=where, fix="set data.num_classes")
+        if len(items):
+            _check_counted(items.num_classes, task, classes, where)
         super().__init__(items, config, task, where, classes, labelled)
+        if items.weights is not None and config.sampling:
+            what = "the DataLoader has a WeightedRandomSampler, and samples are drawn once"
+            raise DataError(what, where=f"data.sampling: {config.sampling}", fix="leave one of the two out")
         self.items, self.rows = items, items.rows
+        if items.weights is not None:
+            line = "training samples are drawn by the weights of the DataLoader's sampler, with replacement"
+            self.note = "\n".join(filter(None, [self.note, line]))
         if items.random:
             line = "samples are random: drawn by (seed, epoch, index), the same on any number of ranks and workers"
             self.note = "\n".join(filter(None, [self.note, line]))
@@ -238,6 +245,15 @@ class ItemSource(UserSource):
     def _without(self, held: np.ndarray) -> tuple[ItemSource, ItemSource]:
         train, val = (ItemSource(*self._arguments, self.items.part(np.flatnonzero(rows))) for rows in (~held, held))
         return train, val
+
+
+def _check_counted(count: int | None, task: TaskConfig, classes: Known, where: str) -> None:
+    """Raise DataError if the number of classes is needed, and neither the data set nor the configuration says it."""
+    default = classes.default
+    counted = count is not None or default.count or default.names or classes.run or classes.train
+    if not counted and "cross_entropy" in [loss for loss, _ in task.terms.values()]:
+        what = "the number of classes is not known: the data set lists neither classes nor targets"
+        raise DataError(what, where=where, fix="set data.num_classes")
 
 
 def _may_be_masked(field: Field, ignore: int) -> bool:

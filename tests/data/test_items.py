@@ -117,6 +117,46 @@ def collated(items):
     return torch.stack([image for image, _ in items]) * 2, torch.tensor([label for _, label in items])
 
 
+def weighted(weights, noise=0.0, replacement=True):
+    """A loader that draws as many samples as there are weights."""
+    sampler = utils.WeightedRandomSampler(weights, len(weights), replacement)
+    return utils.DataLoader(Digits(noise, len(weights)), batch_size=16, sampler=sampler)
+
+
+def test_samples_are_drawn_by_the_weights_of_a_sampler():
+    rare = np.where(LABELS[:900] == 3, 9.0, 1.0) * (LABELS[:900] != 5)
+    want = rare / rare.sum()
+    data = opened((weighted(rare), Digits(count=900)))
+    epochs = [trained_on(data.train, 1, 1, epoch)[1] for epoch in range(20)]
+    drawn = np.bincount(np.concatenate(epochs), minlength=10) / (20 * 900)
+    share = np.bincount(LABELS[:900], want, minlength=10)
+    assert drawn[5] == 0 and np.abs(drawn - share).max() < 5 * np.sqrt(0.25 / 18000)
+    assert not np.array_equal(epochs[0], epochs[1])
+    assert np.array_equal(data.train.fetch(np.arange(900))[1]["label"], LABELS[:900])  # an evaluation reads all once
+    for ranks in (1, 2, 3):
+        assert np.array_equal(trained_on(data.train, ranks, 2)[1], epochs[0])
+    other = opened((weighted(rare + 1), Digits(count=900)))
+    assert other.train.fingerprint != data.train.fingerprint
+    with pytest.raises(DataError, match="samples are drawn once; .*leave one of the two out"):
+        opened((weighted(rare + 1), Digits(count=900)), sampling="balanced")
+
+
+def test_a_sample_that_is_drawn_twice_gets_other_random_numbers():
+    only = np.zeros(60)
+    only[7] = 1
+    data = opened((weighted(only, noise=1.0), Digits(1.0, 60))).train
+    images, labels = trained_on(data, 2, 1)
+    assert set(labels) == {LABELS[7]} and len({image.tobytes() for image in images}) == 60
+    assert np.array_equal(trained_on(data, 3, 1)[0], images)
+
+
+def test_a_held_out_part_keeps_the_weights_of_its_samples():
+    rare = np.where(LABELS[:500] == 3, 0.0, 1.0)
+    data = opened(weighted(rare))
+    assert np.array_equal(data.train.items.weights, rare[data.train.rows])
+    assert 3 not in trained_on(data.train, 1, 1)[1] and 3 in data.val.fetch(np.arange(len(data.val)))[1]["label"]
+
+
 @pytest.mark.parametrize(
     ("part", "keys", "count"),
     [
@@ -211,7 +251,10 @@ class Without(utils.Dataset):
         (Three(), "a sample is a tuple of 3; .*; let __getitem__ return"),
         (Without(), "the number of classes is not known: .*; set data.num_classes"),
         (Named(), "the number of classes is not known"),
-        (dataloader(sampler=utils.WeightedRandomSampler([1.0] * 9, 9)), "a WeightedRandomSampler, and the order"),
+        (dataloader(sampler=utils.WeightedRandomSampler([1.0] * 9, 9)), "draws 9 of 200 samples; .*num_samples=200"),
+        (weighted(np.ones(200), replacement=False), "draws 200 of 200 samples without replacement"),
+        (weighted(np.zeros(200)), "negative, not finite, or all 0"),
+        (dataloader(sampler=utils.SubsetRandomSampler(range(9))), "a SubsetRandomSampler, and the order"),
         (dataloader(batch_sampler=utils.BatchSampler(range(9), 3, True)), "a batch sampler of its own, and the order"),
         (utils.TensorDataset(torch.zeros(9, 3)), "a sample is a tuple of 1"),
         ({"train": Digits()}, "there is no part 'validation' among train"),

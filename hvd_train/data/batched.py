@@ -1,0 +1,139 @@
+"""Data sets that give whole batches, a tf.data.Dataset and a keras.utils.PyDataset, as streams of samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from hvd_train.data.order import permute
+from hvd_train.errors import DataError
+
+PAIR = "let it give (inputs, labels)"
+
+
+def gives_batches(part: Any) -> bool:
+    """Return whether this is a tf.data.Dataset or a PyDataset of Keras, neither of which need be imported."""
+    named = [f"{kind.__module__}.{kind.__name__}" for kind in type(part).__mro__]
+    return any(
+        name.startswith(("tensorflow.python.data.", "keras.")) and name.endswith((".DatasetV2", ".PyDataset"))
+        for name in named
+    )
+
+
+def batched(part: Any, where: str) -> PyDatasetStream | PipelineStream:
+    """Return a stream of the samples of such a data set. Raises DataError if their number cannot be known."""
+    stream = PyDatasetStream(part, where) if hasattr(part, "on_epoch_end") else PipelineStream(part, where)
+    names = getattr(part, "class_names", None)  # of image_dataset_from_directory
+    stream.num_classes = getattr(part, "num_classes", len(names) if names else None)
+    return stream
+
+
+class PyDatasetStream:
+    """The samples of a PyDataset. After the first epoch its batches, not their samples, are shuffled, as Keras does."""
+
+    num_classes: int | None = None
+
+    def __init__(self, data: Any, where: str) -> None:
+        self._data, self._where = data, where
+        batches = data.num_batches
+        if batches is None:
+            raise DataError(
+                "the PyDataset has no length", where=where, fix="let __len__ return how many batches it has"
+            )
+        # How many samples each batch has is known from the first and the last one; ``iterate`` checks the others.
+        self._batches, self._size, last = batches, 0, 0
+        if batches:
+            self._size, last = self._rows(data[0]), self._rows(data[batches - 1])
+        self._count = max(batches - 1, 0) * self._size + last
+        self.fingerprint = f"{type(data).__module__}.{type(data).__qualname__} {self._count} {_digest(data, batches)}"
+
+    def __len__(self) -> int:
+        return self._count
+
+    def iterate(self, epoch: int, start: int) -> Iterator[tuple[Any, Any]]:
+        """Iterate over the samples of an epoch after its first ``start``."""
+        order = np.arange(self._batches)
+        if epoch:  # the last batch may be short, and stays at its place
+            order[:-1] = permute(order[:-1], self._batches - 1, 0, epoch)
+        first, skipped = divmod(start, self._size)
+        for number in order[first:].tolist():
+            batch = self._pair(self._data[number])
+            if (rows := self._rows(batch)) != self._size and number < self._batches - 1:
+                what = f"batch {number} of the PyDataset has {rows} samples, and the first has {self._size}"
+                raise DataError(what, where=self._where, fix="give all batches but the last the same size")
+            for k in range(skipped, rows):
+                yield _row(batch[0], k), _row(batch[1], k)
+            skipped = 0
+
+    def _rows(self, batch: Any) -> int:
+        return len(_first(self._pair(batch)[0]))
+
+    def _pair(self, batch: Any) -> tuple[Any, Any]:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            what = "sample weights" if isinstance(batch, tuple | list) and len(batch) == 3 else "no pair"
+            raise DataError(f"a batch of the PyDataset has {what}", where=self._where, fix=PAIR)
+        return batch[0], batch[1]
+
+
+class PipelineStream:
+    """The samples of a tf.data.Dataset, with or without batches, in its own order."""
+
+    num_classes: int | None = None
+    advice = "shuffle it with seed=... and reshuffle_each_iteration=False, and draw random numbers with fixed seeds"
+
+    def __init__(self, data: Any, where: str) -> None:
+        self._where = where
+        if not isinstance(data.element_spec, tuple) or len(data.element_spec) != 2:
+            raise DataError("an element of the tf.data.Dataset is no pair", where=where, fix=PAIR)
+        if int(data.cardinality()) == -1:
+            fix = "leave repeat() out: max_epochs says how often it is read"
+            raise DataError("the tf.data.Dataset never ends", where=where, fix=fix)
+        self._samples = data.unbatch() if _in_batches(data) else data
+        # Only a pass shows how many samples the last batch has.
+        count = int(self._samples.cardinality())
+        self._count = count if count >= 0 else int(self._samples.reduce(np.int64(0), lambda n, *_: n + 1))
+        spec = repr(data.element_spec)
+        self.fingerprint = f"tf.data {self._count} {hashlib.sha256(spec.encode()).hexdigest()}"
+
+    def __len__(self) -> int:
+        return self._count
+
+    def iterate(self, epoch: int, start: int) -> Iterator[tuple[Any, Any]]:
+        """Iterate over the samples after the first ``start``; each epoch has the same order."""
+        yield from self._samples.skip(start).as_numpy_iterator()
+
+
+def _in_batches(data: Any) -> bool:
+    """Return whether the elements are batches: a step makes them, or their number of rows is open."""
+    name = type(data).__name__
+    if "Unbatch" in name or "FlatMap" in name or "Interleave" in name:
+        return _open(data)
+    return "Batch" in name or _open(data) or any(map(_in_batches, data._inputs()))
+
+
+def _open(data: Any) -> bool:
+    import tensorflow as tf
+
+    shapes = [spec.shape for spec in tf.nest.flatten(data.element_spec)]
+    return all(shape.rank and shape[0] is None for shape in shapes)
+
+
+def _first(value: Any) -> Any:
+    return _first(next(iter(value.values()))) if isinstance(value, dict) else value
+
+
+def _row(value: Any, k: int) -> Any:
+    return {key: _row(x, k) for key, x in value.items()} if isinstance(value, dict) else np.asarray(value[k])
+
+
+def _digest(data: Any, batches: int) -> str:
+    """Return a hash of the first and the last batch."""
+    digest = hashlib.sha256()
+    for number in sorted({0, batches - 1}) if batches else []:
+        for part in data[number]:
+            for x in part.values() if isinstance(part, dict) else [part]:
+                digest.update(np.ascontiguousarray(x).tobytes())
+    return digest.hexdigest()

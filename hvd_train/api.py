@@ -57,6 +57,7 @@ def fit(
     data: Any = None,
     loss: Any = None,
     metrics: Any = None,
+    step: Any = None,
     hooks: Sequence[Hook] = (),
     resume: str | None = None,
     allow_change: Sequence[str] = (),
@@ -72,14 +73,15 @@ def fit(
     ``fetch``; or one torch data set, of which a share is held out; or a function that returns these. loss: a name, or a
     function of (outputs, labels) that returns a value for each sample, token or pixel, or (values, weights); for
     several outputs ``{output: loss}``. metrics: a list of the same, or ``{output: list}``. If a metric has a method
-    ``result``, it returns (samples, k), and ``result`` computes a number from the k sums over all ranks. Pass the same
-    on all ranks. resume, allow_change, overwrite: as for ``hvd-train fit``.
+    ``result``, it returns (samples, k), and ``result`` computes a number from the k sums over all ranks. step: in place
+    of a loss, a function of (model, inputs, labels) that returns losses of each sample. Pass the same on all ranks.
+    resume, allow_change, overwrite: as for ``hvd-train fit``.
     """
     if not all(isinstance(hook, Hook) for hook in hooks):
         strange = next(type(hook).__name__ for hook in hooks if not isinstance(hook, Hook))
         raise ConfigError(f"{strange} is no hook", where="hooks", fix="derive it from hvd_train.Hook; give an object")
     with ExitStack() as stack:
-        config = stack.enter_context(_whole_config(config, model, data, loss, metrics))
+        config = stack.enter_context(_whole_config(config, model, data, loss, metrics, step))
         lock = stack.enter_context(locked_run_folder(config, resume, overwrite))
         look_in(config.code_dir)
         user_data = None if isinstance(data, str) else data
@@ -101,7 +103,7 @@ def fit(
 
 @contextmanager
 def _whole_config(
-    config: Mapping[str, Any] | str | Path | Config, model: Any, data: Any, loss: Any, metrics: Any
+    config: Mapping[str, Any] | str | Path | Config, model: Any, data: Any, loss: Any, metrics: Any, step: Any
 ) -> Iterator[Config]:
     """During a block, give the caller's objects names, which the configuration uses."""
     # A configuration is text: it is saved in the run folder and in checkpoints, and compared between ranks.
@@ -113,6 +115,7 @@ def _whole_config(
         ("data", "name", data),
         ("task", "loss", loss),
         ("task", "metrics", metrics),
+        ("task", "step", step),
     ]
     functions: dict[str, Any] = {}
     for section, key, value in user_values:

@@ -103,6 +103,7 @@ TRANSFORMS = Feature(
     when=lambda x: any(one.name != "normalize" for one in x),
     words="a transform other than normalize",
 )
+STEP = Feature("task.step")
 WEIGHTS, BALANCED = Feature("task.class_weights"), Feature("task.class_weights", ("balanced",))
 # Properties that are not in the configuration, of the ranks or of a script.
 GLOO, ODD_RANKS = Feature(words="ranks started with Gloo"), Feature(words="other than 2, 4, 8, ... ranks")
@@ -189,6 +190,9 @@ CONFLICTS = (
     Conflict(TRANSFORMS, LENGTHS, "transforms change samples of one shape"),
     Conflict(Feature("data.sampling"), BALANCED, "rare classes would be made up for twice"),
     Conflict(WEIGHTS, MIXERS, "a mixed sample has several classes", "take data.sampling: balanced instead"),
+    # Your own step
+    *(Conflict(STEP, one, "the step calls a whole model on one device") for one in (STAGES, DEVICES)),
+    Conflict(STEP, MIXERS, "a mixed sample has two labels", "mix within the step, or leave one of them out"),
     # Users' scripts
     Conflict(SYNC_BATCHNORM, LOCAL_SCRIPT, "the statistics of each rank are its own until the weights are joined"),
     Conflict(SUMMED, LOCAL_SCRIPT, "gradients stay on their rank, and are not added up"),

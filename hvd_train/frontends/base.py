@@ -25,8 +25,11 @@ from hvd_train.protocol import (
     Scale,
     Tree,
     made_up,
+    varied,
 )
 from hvd_train.task.task import Task
+
+TRIED = 5  # samples on which a user's step is tried
 
 
 def started_at_once(start: Callable[..., Any], finish: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
@@ -122,7 +125,13 @@ class StateTree(NamedArrays):
         return self.groups.data.waited
 
     def counts(self, batch: Batch) -> np.ndarray:
+        if self.task.step:  # weights may come after the model: it runs once more, without gradients
+            return self.ops.to_numpy(self._step_counts(self.to_device(batch)))
         return self.ops.to_numpy(self.task.counts(*self._place_labels(batch)))
+
+    def _step_counts(self, placed: Any) -> Any:
+        """Run the user's step on a batch to count the weights of its losses (losses,)."""
+        raise NotImplementedError  # of a framework that refuses task.step
 
     def _label_fields(self, batch: Batch) -> dict[str, Field]:
         """Return the fields of a batch's labels; labels of mixed samples have two more."""
@@ -136,7 +145,10 @@ class StateTree(NamedArrays):
         """Run the task on the model's outputs for two samples of zeros, to check the user's functions."""
         if self.task.has_user_functions:
             inputs, labels, weights = self.to_device(made_up(sample))
-            self.task.probe(self._eval_outputs(inputs), labels, weights)
+            self.task.probe(self._eval_of(inputs, labels), labels, weights)
+        if self.task.step:
+            batch = varied(sample, TRIED)
+            self.task.probe_step(lambda rows: self._eval_of(*self.to_device(batch.part(rows))[:2]), TRIED)
 
     @abstractmethod
     def to_device(self, batch: Batch) -> Any:
@@ -145,6 +157,10 @@ class StateTree(NamedArrays):
     @abstractmethod
     def _place_labels(self, batch: Batch) -> tuple[Mapping[str, Any], Any]:
         """Move the labels and weights of a batch to the device; return (labels, weights)."""
+
+    def _eval_of(self, inputs: Any, labels: Any) -> Any:
+        """Return the model's outputs in an evaluation; of a user's step what it returns (``StepResult``)."""
+        return self._eval_outputs(inputs)
 
     @abstractmethod
     def _eval_outputs(self, inputs: Any) -> Any:

@@ -31,7 +31,7 @@ def check_output(config: Config, output: Path, overwrite: bool, names: bool) -> 
     elif output.suffix not in (".npy", ".csv", ""):
         what = "predictions are a .npy file or a .csv table"
         raise ConfigError(what, where=f"-o {output}", fix="end its name in .npy or .csv")
-    outputs = [name for name in config.task.terms if name]
+    outputs = [name for name in config.task.terms if name and not config.task.step]
     existing = [path for path in map(partial(_file_of, output), outputs or [""]) if path.exists()]
     if existing and not overwrite and world().rank == 0:
         fix = "give --overwrite, or another place with -o"
@@ -104,7 +104,7 @@ def _new_file(job: Job, names: bool, name: str, rows: np.ndarray, output: Path, 
     if not names and output.suffix != ".csv":
         return ArrayFile(output, overwrite)
     part, where = job.data.parts[job.split], "--names" if names else f"-o {output}"
-    loss = job.config.task.terms.get(name, job.config.task.terms.get("", ("", 1.0)))[0]
+    loss, _ = job.config.task.term(name)
     if not (names or _of_classes(job.config, name, loss)):
         if rows.ndim > 2:
             what = f"the model gives {rows.shape[1:]} for a sample, which is no row of a table"

@@ -23,6 +23,7 @@ from hvd_train.protocol.data import (
     Source,
     made_up,
     one_or_all,
+    varied,
 )
 from hvd_train.protocol.frontend import (
     Build,

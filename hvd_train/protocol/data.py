@@ -101,6 +101,23 @@ def made_up(sample: Sample) -> Batch:
     return Batch(inputs, labels, np.ones(2, np.float32), np.arange(2))
 
 
+def varied(sample: Sample, count: int) -> Batch:
+    """Make a batch of ``count`` different samples; labels are 0 and 1."""
+    rng = np.random.default_rng(0)
+
+    def values(field: Field, label: bool) -> np.ndarray:
+        shape, kind = (count, *field.shape), np.dtype(field.dtype).kind
+        if kind == "b":
+            return np.ones(shape, bool)
+        if kind == "f":
+            return rng.uniform(0, 1, shape).astype(field.dtype)
+        return rng.integers(0, 2 if label else field.classes or 2, shape).astype(field.dtype)
+
+    inputs = {name: values(field, False) for name, field in sample.inputs.items()}
+    labels = {name: values(field, True) for name, field in sample.labels.items()}
+    return Batch(inputs, labels, np.ones(count, np.float32), np.arange(count))
+
+
 def one_or_all(named: Mapping[str, Any]) -> Any:
     return next(iter(named.values())) if len(named) == 1 else dict(named)
 
@@ -122,6 +139,11 @@ class Batch:
     @property
     def count(self) -> int:
         return len(self.indices)
+
+    def part(self, rows: np.ndarray) -> Batch:
+        """Return a batch of these rows (k,), without padding."""
+        inputs, labels = ({name: x[rows] for name, x in fields.items()} for fields in (self.inputs, self.labels))
+        return Batch(inputs, labels, self.weights[rows], self.indices[rows])
 
 
 # Labels of mixup and cutmix batches: the class of the other sample and the weight of the first one, (length,) each.

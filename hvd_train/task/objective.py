@@ -13,6 +13,7 @@ from hvd_train.metrics.metric import LabelForm, Metric, Predictions, weighted_su
 from hvd_train.metrics.table import METRICS, loss_function
 from hvd_train.protocol import PARTNER, SHARE, Field, Ops, Sample, Tensor, one_or_all
 from hvd_train.task.gathered import Gathered
+from hvd_train.task.step import StepResult
 from hvd_train.task.user_functions import UserFunction, UserLibraryMetric, UserMean, UserSums, for_each, user_metric
 
 
@@ -30,6 +31,7 @@ class Objective:
         class_weights: Any = None,
     ) -> None:
         self.output, self.loss, self.ignore_index, self._ops = output, loss, ignore_index, ops
+        self.prefix = output  # of its metrics' names
         by_user = ":" in loss
         where = f"task.loss: {loss}"
         if output and output not in sample.labels:
@@ -116,7 +118,7 @@ class Objective:
         """Call the user's functions on made-up samples to find the shapes of their results."""
         raw = self.select(outputs), self.select(labels)
         if self.user_loss:
-            self.weighted_by_data = self.user_loss.probe(*raw, weights, self._ops)
+            self.weighted_by_data = self._probe_loss(outputs, labels, weights)
             if self._built_in:
                 z, y = self._for_built_in_metrics(*raw)
                 self._of_classes = len(z.shape) > len(y.shape)
@@ -128,13 +130,17 @@ class Objective:
             if isinstance(metric, UserMean | UserSums | UserLibraryMetric):
                 metric.probe(predictions)
 
+    def _probe_loss(self, outputs: Any, labels: Any, weights: Tensor) -> bool:
+        """Try the user's loss; return whether it gives weights."""
+        assert self.user_loss
+        return self.user_loss.probe(self.select(outputs), self.select(labels), weights, self._ops)
+
     def losses(self, outputs: Any, labels: Any, weights: Tensor) -> tuple[tuple[Tensor, ...], Predictions]:
         """Return the sums of the loss, (S,) or (S, W), and the predictions for the metrics."""
         raw = self.select(outputs), self.select(labels)
         if self.user_loss:
             values, position_weights = self.user_loss.checked_values(*raw, weights, self.weighted_by_data)
-            z, y = self._for_built_in_metrics(*raw)
-            y, present = self._counted(self._class_numbers(y), weights) if self._of_classes else (y, None)
+            z, y, present = self._beside_user_loss(*raw, weights)
         else:
             z, y, present = self._for_built_in_loss(*raw)
             position_weights = self._weights_of(y, present)
@@ -149,6 +155,11 @@ class Objective:
         # Metrics need no gradients.
         z, raw_outputs = for_each(self._ops.stop_gradient, z), for_each(self._ops.stop_gradient, raw[0])
         return sums, Predictions(z, y, weights, present, (raw_outputs, raw[1]), self._ops)
+
+    def _beside_user_loss(self, outputs: Any, labels: Any, weights: Tensor) -> tuple[Any, Any, Tensor | None]:
+        """Return outputs and labels for built-in metrics, and the mask of labels that are present."""
+        z, y = self._for_built_in_metrics(outputs, labels)
+        return (z, *self._counted(self._class_numbers(y), weights)) if self._of_classes else (z, y, None)
 
     def _mixed(self, values: Tensor, outputs: Any, labels: Mapping[str, Tensor], weights: Tensor) -> Tensor:
         """Return the losses of mixed samples, weighted by the shares of both classes (Zhang et al. 2018).
@@ -248,6 +259,44 @@ class Objective:
         """Reshape labels (n, 1) to (n,) if the outputs are (n,) or (n, C)."""
         column = len(y.shape) == 2 and y.shape[-1] == 1 and tuple(z.shape)[1:] != (1,)
         return self._ops.reshape(y, (-1,)) if column else y
+
+
+class StepObjective(Objective):
+    """A loss that the user's step returns; the first one has the metrics, of what the step returns as outputs."""
+
+    def __init__(self, name: str, loss: str, metrics: Sequence[str], sample: Sample, *more: Any) -> None:
+        super().__init__("", loss, metrics, sample, *more)
+        self.output = name
+        self.user_loss = UserFunction("task.step", loss, self._returned)
+
+    def _returned(self, result: StepResult, labels: Any) -> Any:
+        values, position_weights = result.losses[self.output]
+        return values if position_weights is None else (values, position_weights)
+
+    def select(self, tensors: Any) -> Any:
+        if not isinstance(tensors, StepResult):
+            return one_or_all(tensors)
+        if tensors.outputs is None and self.metrics:
+            what = "the step returns no outputs to compute metrics of"
+            raise ConfigError(what, where="task.metrics", fix="return {'loss': ..., 'outputs': ...}")
+        return tensors.outputs
+
+    def _probe_loss(self, outputs: Any, labels: Any, weights: Tensor) -> bool:
+        assert self.user_loss
+        return self.user_loss.checked_values(outputs, labels, weights)[1] is not None
+
+    def losses(self, outputs: Any, labels: Any, weights: Tensor) -> tuple[tuple[Tensor, ...], Predictions]:
+        assert self.user_loss
+        values, position_weights = self.user_loss.checked_values(outputs, labels, weights, self.weighted_by_data)
+        sums = weighted_sum(values, position_weights, weights, self._ops, by_user=True)
+        if not self.metrics:
+            return sums, Predictions(None, None, weights, None, (None, None), self._ops)
+        raw = for_each(self._ops.stop_gradient, self.select(outputs)), self.select(labels)
+        z, y, present = self._beside_user_loss(*raw, weights)
+        return sums, Predictions(z, y, weights, present, raw, self._ops)
+
+    def position_weights(self, labels: Any, weights: Tensor, zeros: Any) -> Tensor | None:
+        raise NotImplementedError  # Task.counts_of takes them from the step's results
 
 
 def fits(logits: Sequence[int | None], labels: Sequence[int | None], num_classes: int) -> bool:

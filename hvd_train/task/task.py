@@ -8,7 +8,7 @@ label, a sample counts by the mean over its positions, and W is the number of sa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -23,7 +23,8 @@ from hvd_train.metrics.metric import Mean, Metric, Predictions, flat_weights, sh
 from hvd_train.metrics.ranking import Ranking
 from hvd_train.protocol import Batch, Communicator, Ops, Sample, Tensor
 from hvd_train.task.gathered import Gathered, Gathering, shape_of
-from hvd_train.task.objective import Objective
+from hvd_train.task.objective import Objective, StepObjective
+from hvd_train.task.step import StepResult, UserStep
 from hvd_train.task.user_functions import UserFunction, for_each
 
 M = TypeVar("M", bound=Metric)
@@ -46,12 +47,18 @@ class Task:
     samples; the sums of all other metrics. This order is part of the checkpoint format.
     """
 
-    def __init__(self, config: TaskConfig, sample: Sample, ops: Ops) -> None:
+    def __init__(self, config: TaskConfig, sample: Sample, ops: Ops, training: bool = False) -> None:
+        """``training``: models of this framework are told by an argument that they are training."""
         self._ops = ops
+        self.step = UserStep(config.step, [*config.terms], training) if config.step else None
+        self._remark = ""
+        kind = StepObjective if config.step else Objective
         self.objectives = [
-            Objective(name, *names, sample, config.ignore_index, ops, config.class_weights)
+            kind(name, *names, sample, config.ignore_index, ops, config.class_weights)
             for name, names in config.terms.items()
         ]
+        # What each loss counts in their sum.
+        self.factors = [(config.loss_weights or {}).get(name, 1.0) for name in config.terms]
         self.has_user_functions = config.has_user_functions
         # For users' losses that return weights.
         self._output_shapes: Any = None
@@ -60,7 +67,7 @@ class Task:
     def _lay_out(self) -> None:
         """Assign each sum its index in the vector."""
         titled = [
-            (k, title_of(objective.output, name), metric)
+            (k, title_of(objective.prefix, name), metric)
             for k, objective in enumerate(self.objectives)
             for name, metric in objective.metrics.items()
         ]
@@ -104,18 +111,25 @@ class Task:
         """Call the user's functions on made-up samples; ``length`` and the layout are final only afterwards."""
         for objective in self.objectives:
             objective.probe(outputs, labels, weights)
-        self._output_shapes = for_each(lambda x: (tuple(x.shape)[1:], self._ops.dtype(x)), outputs)
+        if self.step is None:
+            self._output_shapes = for_each(lambda x: (tuple(x.shape)[1:], self._ops.dtype(x)), outputs)
         self._lay_out()
+
+    def probe_step(self, results: Callable[[np.ndarray], StepResult], rows: int) -> None:
+        """Try the user's step on ``rows`` made-up samples, together and one by one; ``results`` runs it on some."""
+        assert self.step
+        self._remark = self.step.check_alone(results, rows, self._ops)
 
     @property
     def remarks(self) -> list[str]:
         """Return a remark on each user function whose value for a sample depends on the batch; after ``probe``."""
-        return [f"{one.where}: {one.remark}" for one in self._functions if one.remark]
+        of_step = [f"{self.step.where}: {self._remark}"] if self.step and self._remark else []
+        return of_step + [f"{one.where}: {one.remark}" for one in self._functions if one.remark]
 
     @property
     def compares_samples(self) -> bool:
         """Return whether any user function's value for a sample depends on the batch; after ``probe``."""
-        return any(one.compares for one in self._functions)
+        return bool(self._remark) or any(one.compares for one in self._functions)
 
     @property
     def _functions(self) -> list[UserFunction]:
@@ -184,7 +198,10 @@ class Task:
             predictions.append(of_objective)
             scalars += [ops.stop_gradient(total), *count]
             if scale is not None:
-                loss = total * scale[k] if loss is None else loss + total * scale[k]
+                part = total * scale[k] if self.factors[k] == 1 else total * scale[k] * self.factors[k]
+                loss = part if loss is None else loss + part
+        if self.step and scale is not None and outputs.penalty is not None:
+            loss = loss + outputs.penalty * scale[-1] * ops.sum(weights, 0)  # by samples: a loss may have no label
         # All scalars are stacked and cast together: each operation takes microseconds a step.
         for entry in self._means:
             scalars += entry.metric.totals(predictions[entry.objective])
@@ -195,10 +212,18 @@ class Task:
 
     def counts(self, labels: Mapping[str, Tensor], weights: Tensor) -> Tensor:
         """Compute the W of each loss, (losses,) float64, from labels alone, without running the model."""
+        if self.step:
+            raise RuntimeError("the counts of a step come from its results")
         ops, counts = self._ops, []
         for objective in self.objectives:
             each = objective.position_weights(labels, weights, partial(self._zeros, weights))
             counts.append(ops.sum(weights if each is None else flat_weights(each, weights, ops), 0))
+        return ops.cast(ops.stack(counts), "float64")
+
+    def counts_of(self, result: StepResult, weights: Tensor) -> Tensor:
+        """Compute the W of each loss, (losses,) float64, from what the user's step returned."""
+        ops, each = self._ops, [result.losses[objective.output][1] for objective in self.objectives]
+        counts = [ops.sum(weights if w is None else flat_weights(w, weights, ops), 0) for w in each]
         return ops.cast(ops.stack(counts), "float64")
 
     def _zeros(self, weights: Tensor) -> Any:
@@ -237,7 +262,8 @@ class Task:
         samples, losses = float(sums[self.samples]), {}
         for objective, (value, count) in zip(self.objectives, self.entries, strict=True):
             losses[f"{objective.output}_loss"] = share(*sums[[value, count]].tolist())
-        values: dict[str, float] = {"loss": sum(losses.values()), **(losses if len(losses) > 1 else {})}
+        together = sum(factor * x for factor, x in zip(self.factors, losses.values(), strict=True))
+        values: dict[str, float] = {"loss": together, **(losses if len(losses) > 1 else {})}
         # A training step has no value for them.
         gathered = [one for entries in self.gathered.values() for one in entries] if rankings is not None else []
         metrics: tuple[MetricEntry[Any], ...] = (*self._means, *self._others, *gathered)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -38,14 +38,26 @@ class TaskConfig(Section):
         None,
         description="cross_entropy: what a sample counts, by class name or in order; balanced: all classes alike",
     )
+    step: str | None = Field(
+        None,
+        description="in place of loss: your training step, 'package.module:function' of (model, inputs, labels)",
+    )
+    loss_weights: dict[str, Weight] | None = Field(
+        None, description="what each of several losses counts in their sum; with step: the names of its losses"
+    )
     ignore_index: int = Field(-100, description="cross_entropy: the label of places that do not count")
 
     @property
     def terms(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         """Return {output: (loss, its metrics)}; the output is "" if there is only one.
 
-        Sorted by name, so that the order of keys does not matter.
+        Sorted by name, so that the order of keys does not matter. With ``step`` names are those of its losses, and all
+        metrics come with the first one.
         """
+        if self.step:
+            of_step, *others = sorted(self.loss_weights or [""])
+            given = tuple(self.metrics) if isinstance(self.metrics, list) else ()
+            return {of_step: (self.step, given), **dict.fromkeys(others, (self.step, ()))}
         losses = dict(sorted(self.loss.items())) if isinstance(self.loss, dict) else {"": self.loss}
         metrics = {"": self.metrics} if isinstance(self.metrics, list) else self.metrics
         defaults = {name: ["accuracy"] if loss in ("cross_entropy", "bce") else [] for name, loss in losses.items()}
@@ -62,7 +74,9 @@ class TaskConfig(Section):
         return loss == "cross_entropy"
 
     def term(self, label: str) -> tuple[str, tuple[str, ...]]:
-        """Return the loss and the metrics for this label; a single output matches any label."""
+        """Return the loss and the metrics for this label; a single output and a step match any label."""
+        if self.step:
+            return next(iter(self.terms.values()))
         return self.terms.get(label) or self.terms.get("") or ("", ())
 
     def asks_user_code(self, label: str) -> bool:
@@ -85,8 +99,14 @@ class TaskConfig(Section):
         losses: list[tuple[str, Literal["min", "max"] | None]] = [("loss", "min")]
         losses += [(f"{name}_loss", "min") for name in self.terms] if len(self.terms) > 1 else []
         each = [(name, metric) for name, (_, metrics) in self.terms.items() for metric in metrics]
-        rows = [(title_of(name, metric), METRICS.get(metric)) for name, metric in each]
+        rows = [(title_of("" if self.step else name, metric), METRICS.get(metric)) for name, metric in each]
         return losses + [(title, row.better if row else None) for title, row in rows]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _step_is_the_loss(cls, keys: Any) -> Any:
+        named = isinstance(keys, dict) and isinstance(keys.get("step"), str) and "loss" not in keys
+        return keys | {"loss": keys["step"]} if named else keys
 
     @model_validator(mode="after")
     def _combinations(self) -> TaskConfig:
@@ -102,9 +122,10 @@ class TaskConfig(Section):
         if isinstance(self.loss, dict) and not all(name.isidentifier() for name in self.loss):
             problems.append(("loss", "give each loss the name of an output and of its labels"))
         outputs = {"": None} if isinstance(self.metrics, list) else dict(self.metrics or {})
-        unknown = [name for name in outputs if name not in self.terms]
+        unknown = [name for name in outputs if name not in self.terms and not self.step]
         if unknown:
             problems.append(("metrics", f"{', '.join(unknown) or 'a list'}: give them by the outputs of loss"))
+        problems += self._of_step()
         names = self.names
         problems += [("metrics", f"'{x}' is no name for the log: use def") for x in names if not x.isidentifier()]
         for name in dict.fromkeys(names):
@@ -114,3 +135,23 @@ class TaskConfig(Section):
                 )
         raise_problems(problems)
         return self
+
+    def _of_step(self) -> list[tuple[str, str]]:
+        """Return what is wrong with ``step`` and ``loss_weights``."""
+        weights = self.loss_weights or {}
+        if not self.step:
+            known = [name for name in self.terms if name]
+            unknown = [name for name in weights if name not in known]
+            fix = f"task.loss has {', '.join(known)}" if known else "give several losses, by their outputs"
+            return [("loss_weights", f"there is no loss {', '.join(unknown)}; {fix}")] if unknown else []
+        problems = []
+        if ":" not in self.step:
+            problems.append(("step", f"'{self.step}' is no function: write package.module:function"))
+        if self.loss != self.step:
+            problems.append(("step", "it takes the place of loss; leave one of the two out"))
+        if isinstance(self.metrics, dict):
+            problems.append(("metrics", "a step has one list of metrics, of what it returns as outputs"))
+        strange = [name for name in weights if not name.isidentifier() or name in ("loss", "outputs", "penalty")]
+        if strange:
+            problems.append(("loss_weights", f"'{strange[0]}' is no name for a loss: take another word"))
+        return problems

@@ -181,6 +181,7 @@ def refuse_unsupported(config: FrontEndConfig, sample: Sample) -> None:
     """Raise ConfigError for settings that would otherwise be ignored."""
     refused = {
         f"model.name: {config.model.name}": ":" in config.model.name,
+        f"task.step: {config.task.step}": bool(config.task.step),
         f"optim.name: {config.optim.name}": ":" in config.optim.name,
         f"precision: {config.precision}": config.precision not in ("32", "64"),
         "optim.sharded": config.optim.sharded,

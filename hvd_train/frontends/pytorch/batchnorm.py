@@ -222,7 +222,7 @@ class Gathering:
     ops: Ops
     _batchnorm: Context
     _layers: list[torch.nn.Module]
-    _eval_outputs: Any
+    _eval_of: Any
 
     def begin_statistics(self) -> bool:
         layers = [layer for layer in self._layers if isinstance(layer, _Joined)]
@@ -231,9 +231,9 @@ class Gathering:
 
     @torch.no_grad()
     def add_statistics(self, placed) -> None:
-        inputs, _, weights = placed
+        inputs, labels, weights = placed
         self._batchnorm.take(weights)
-        self._eval_outputs(inputs)
+        self._eval_of(inputs, labels)
 
     @torch.no_grad()
     def take_statistics(self) -> None:

@@ -43,7 +43,9 @@ from hvd_train.protocol import (
     StepUpdate,
     TensorSpec,
     made_up,
+    one_or_all,
 )
+from hvd_train.task.step import converted
 from hvd_train.task.task import Task
 from hvd_train.update.overlap import Overlap
 
@@ -127,7 +129,9 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
             try:
                 self._try_forward(channels_last=True)
                 return True
-            except UNTAKEN:
+            except (*UNTAKEN, ConfigError) as error:
+                if isinstance(error, ConfigError) and not self.task.step:
+                    raise
                 self.model.to(memory_format=torch.contiguous_format)
         unsure = any(field.whole for field in self._sample.inputs.values()) or may_be_images(self._sample)
         if len(self._sample.inputs) > 1 or unsure:
@@ -141,12 +145,28 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         """Run a forward pass of two samples of zeros; raises what the model raises."""
         # Not in inference mode: a tensor that the model caches here must also work in training.
         self._channels_last = channels_last
-        self._eval_outputs(self.to_device(made_up(self._sample))[0])
+        self._eval_of(*self.to_device(made_up(self._sample))[:2])
 
     @torch.no_grad()
     def _eval_outputs(self, inputs: Mapping[str, torch.Tensor]) -> Any:
         self.model.eval()
         return self._outputs(inputs)
+
+    @torch.no_grad()
+    def _eval_of(self, inputs: Mapping[str, torch.Tensor], labels: Mapping[str, torch.Tensor]) -> Any:
+        self.model.eval()
+        return self._of_batch(inputs, labels)
+
+    def _of_batch(self, inputs: Mapping[str, torch.Tensor], labels: Mapping[str, torch.Tensor]) -> Any:
+        """Return the model's outputs; of a user's step what it returns."""
+        if not self.task.step:
+            return self._outputs(inputs)
+        with self._mixed:
+            result = self.task.step(self.model, one_or_all(inputs), one_or_all(labels), self.model.training)
+        return converted(result, lambda x: x.to(self.dtype))
+
+    def _step_counts(self, placed) -> torch.Tensor:
+        return self.task.counts_of(self._eval_of(*placed[:2]), placed[2])
 
     def _outputs(self, inputs: Mapping[str, torch.Tensor]) -> Any:
         """Return the model's outputs: a tensor, or a dict of tensors."""
@@ -320,7 +340,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         self._seed(seed)
         # Before the forward pass: a rank without samples computes on a row of padding.
         self._batchnorm.take(weights)
-        loss, sums = self.task(self._outputs(inputs), labels, weights, self._scales(scale))
+        loss, sums = self.task(self._of_batch(inputs, labels), labels, weights, self._scales(scale))
         loss.backward()
         return sums
 
@@ -375,7 +395,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
 
     @torch.no_grad()
     def evaluate_batch(self, placed) -> torch.Tensor:
-        return self.task.scores(self._eval_outputs(placed[0]), *placed[1:])
+        return self.task.scores(self._eval_of(*placed[:2]), *placed[1:])
 
     def predict(self, placed) -> Any:
         outputs, labels = self._eval_outputs(placed[0]), self._sample.labels

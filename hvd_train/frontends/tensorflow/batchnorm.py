@@ -175,7 +175,7 @@ class Gathering:
     _device: str
     _gather: Any
     _run: Any
-    _outputs: Any
+    _eval_of: Any
 
     def begin_statistics(self) -> bool:
         layers = self._norms()
@@ -202,4 +202,4 @@ class Gathering:
 
     def _traced_statistics(self, inputs, labels, weights) -> tf.Tensor:
         self._batchnorm.weights = weights
-        return tf.nest.map_structure(tf.size, self._outputs(inputs, training=False))
+        return tf.nest.map_structure(tf.size, self._eval_of(inputs, labels))

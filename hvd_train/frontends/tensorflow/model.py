@@ -56,6 +56,7 @@ from hvd_train.protocol import (
     made_up,
     one_or_all,
 )
+from hvd_train.task.step import converted
 from hvd_train.task.task import Task
 
 
@@ -69,7 +70,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self._devices = devices_of(config, groups.world)  # the first one has all but other devices' layers
         self._device = self._devices[0]
         self.ops = TensorFlowOps(self._device)
-        self.task = Task(config.task, sample, self.ops)
+        self.task = Task(config.task, sample, self.ops, training=True)
         self.dtype = DTYPES.get(config.precision, "float32")
         # Keras numbers layers globally: names must not depend on models built before.
         keras.utils.clear_session()
@@ -107,6 +108,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self._waits, self._in_steps = seconds_waited(), 0.0  # in steps; its last known value
         self._call: Callable = lambda graph, *arguments: graph(*arguments)
         self._common: CommonWeights | None = None
+        self._count = graph(self._traced_counts)
         self._score, self._predict = graph(self._traced_score), graph(self._eval_outputs, reduce_retracing=self._ragged)
         self._probe_task(sample)
         # Losses that compare samples must not see padding. Stages exchange activations of one shape.
@@ -128,7 +130,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
                     return
             elif isinstance(takes, dict) and not plain and takes.keys() != fields.keys():
                 raise ValueError(f"it has {', '.join(takes)}")
-            self._eval_outputs(self.to_device(made_up(self._sample))[0])
+            self._eval_of(*self.to_device(made_up(self._sample))[:2])
         except (TypeError, ValueError, KeyError, AttributeError, tf.errors.InvalidArgumentError) as error:
             raise untaken(self.config.model.name, self._sample, error) from error
 
@@ -309,7 +311,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             variables = [v.value for v in self._unfrozen.values()]
             tape.watch(variables)
-            loss, sums = self.task(self._outputs(inputs, training=True), labels, weights, scale)
+            loss, sums = self.task(self._of_batch(inputs, labels, training=True), labels, weights, scale)
             check_none_is_late(self.model, self._trainable, self.config.model.name)
             # Weighted by samples: a loss may have no label in a step.
             share = scale[-1] * tf.cast(sums[self.task.samples], self.dtype)
@@ -317,9 +319,27 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         gradients = tape.gradient(loss, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.convert_to_tensor(g) for g in gradients], sums
 
+    def _of_batch(self, inputs, labels, training: bool) -> Any:
+        """Return the model's outputs; of a user's step what it returns."""
+        if not self.task.step:
+            return self._outputs(inputs, training)
+        result = self.task.step(self.model, one_or_all(self._inputs_ready(inputs)), one_or_all(labels), training)
+        return converted(result, lambda x: tf.cast(x, self.dtype))
+
+    def _eval_of(self, inputs, labels) -> Any:
+        return self._of_batch(inputs, labels, training=False)
+
+    def _traced_counts(self, inputs, labels, weights) -> tf.Tensor:
+        return self.task.counts_of(self._eval_of(inputs, labels), weights)
+
+    def _step_counts(self, placed) -> tf.Tensor:
+        return self._run(self._count, *placed)
+
+    def _inputs_ready(self, inputs) -> dict[str, tf.Tensor]:
+        return {name: self._ready(inputs[name], field) for name, field in self._sample.inputs.items()}
+
     def _outputs(self, inputs, training: bool) -> Any:
-        ready = {name: self._ready(inputs[name], field) for name, field in self._sample.inputs.items()}
-        outputs = checked(self.model(one_or_all(ready), training=training), self.config.model.name)
+        outputs = checked(self.model(one_or_all(self._inputs_ready(inputs)), training=training), self.config.model.name)
         return tf.nest.map_structure(lambda x: tf.cast(x, self.dtype), outputs)
 
     def _eval_outputs(self, inputs) -> Any:
@@ -400,7 +420,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         return self.update.compression_error(self.update.exchange.to_buckets(gradients))
 
     def _traced_score(self, inputs, labels, weights) -> tf.Tensor:
-        return self.task.scores(self._eval_outputs(inputs), labels, weights)
+        return self.task.scores(self._eval_of(inputs, labels), labels, weights)
 
     def _variables(self) -> dict[str, tf.Variable]:
         self.run_queued()

@@ -192,7 +192,7 @@ CONFLICTS = (
     Conflict(WEIGHTS, MIXERS, "a mixed sample has several classes", "take data.sampling: balanced instead"),
     # Your own step
     *(Conflict(STEP, one, "the step calls a whole model on one device") for one in (STAGES, DEVICES)),
-    Conflict(STEP, MIXERS, "a mixed sample has two labels", "mix within the step, or leave one of them out"),
+    Conflict(STEP, MIXERS, "a mixed sample has two labels"),
     # Users' scripts
     Conflict(SYNC_BATCHNORM, LOCAL_SCRIPT, "the statistics of each rank are its own until the weights are joined"),
     Conflict(SUMMED, LOCAL_SCRIPT, "gradients stay on their rank, and are not added up"),

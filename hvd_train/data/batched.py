@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,9 +116,8 @@ def _in_batches(data: Any) -> bool:
 
 
 def _open(data: Any) -> bool:
-    import tensorflow as tf
-
-    shapes = [spec.shape for spec in tf.nest.flatten(data.element_spec)]
+    # TensorFlow is there already: it made the data set.
+    shapes = [spec.shape for spec in sys.modules["tensorflow"].nest.flatten(data.element_spec)]
     return all(shape.rank and shape[0] is None for shape in shapes)
 
 

@@ -101,6 +101,7 @@ class Arrays:
     rows: np.ndarray | None  # the rows of this subset; None: all
     files: Sequence[str] = ()  # one per sample, if samples are files
     vocabulary = ""  # the tokenizer of texts, as JSON
+    fitted: list[dict[str, Any]] | None = None  # how columns of a table were prepared
 
     def rounding(self, inputs: Any, labels: Any) -> tuple[str, ...]:
         """Return remarks if float32 rounds float64 values of other samples: arrays (n, ...) or dicts of them."""

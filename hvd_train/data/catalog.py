@@ -90,7 +90,7 @@ def open_data(
             check_values(parts, task, where, of_inputs=True)
     if config.lengths:
         parts = _with_lengths(parts, config, chosen)
-    return DataSet(config.name, parts, vocabulary)
+    return DataSet(config.name, parts, vocabulary, getattr(first, "fitted", None))
 
 
 def check_path(config: DataConfig) -> None:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data.classes import Known
@@ -64,12 +64,14 @@ Parts = dict[str, Source] | Whole
 class DataSet:
     """The sources of a data set by the names of their parts: train, val and test, or all.
 
-    A training has at least train and val. ``vocabulary``: the tokenizer of a text, as JSON.
+    A training has at least train and val. ``vocabulary``: the tokenizer of a text, as JSON. ``fitted``: what was
+    computed from the training samples to prepare the columns of a table.
     """
 
     name: str
     parts: Mapping[str, Source]
     vocabulary: str = ""
+    fitted: list[dict[str, Any]] | None = None
 
     @property
     def train(self) -> Source:

@@ -16,6 +16,7 @@ from hvd_train.data.arrays import Arrays
 from hvd_train.data.classes import Known
 from hvd_train.data.column import LABEL
 from hvd_train.data.dataset import DataRequest, Parts, Whole, existing_path, known
+from hvd_train.data.preparation import Facts, Preparation, prepares
 from hvd_train.data.ragged import joined_rows
 from hvd_train.errors import DataError, listing, noun_and_names
 from hvd_train.protocol import Sample
@@ -35,6 +36,7 @@ def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
     have = tables.names_of(files["train"])
     features, remarks = _features(have, labels, config, request.run)
     labels = labels if request.labels else []
+    fitted = config.fitted
     columns = [*features, *labels]
     twice = sorted(name for name, count in Counter(columns).items() if count > 1)
     if twice or not features:
@@ -51,7 +53,12 @@ def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
             remarks.append(f"{noun_and_names('key', table.late)} of {file} left out, as its first line lacks them")
         of_part = _of_lists if any(table.is_list(name) for name in columns) else _of_table
         lines = [*([] if parts else remarks), *filter(None, [table.joined])]
-        parts[part] = of_part(table, features, labels, classes, config, task, lines)
+        if prepares(config) and of_part is _of_table:
+            made = _prepared(table, features, labels, classes, config, task, lines, fitted, len(files) == 1)
+            fitted = made.fitted
+            parts[part] = made
+        else:
+            parts[part] = of_part(table, features, labels, classes, config, task, lines)
         classes = classes.after(parts["train"])
     return {**parts} if "val" in parts else Whole(parts["train"], config.val_fraction)
 
@@ -62,6 +69,8 @@ def _features(
     """Return the names of the input columns, in the order of the trained run if any, and remarks."""
     learned = set(labels)
     others = [name for name in have if name not in learned]
+    if run is not None and config.fitted:  # its inputs have other columns, which were made of these
+        return [facts["column"] for facts in config.fitted], []
     if run is None:
         return (config.features, []) if config.features else _without_index(others)
     columns = next(iter(run.inputs.values())).columns
@@ -131,19 +140,53 @@ def _of_table(
     task: TaskConfig,
     remarks: Sequence[str],
 ) -> Arrays:
-    """Make a source from a table: inputs (n, features), labels (n,) or (n, labels), or {name: (n,)}."""
-    if task.loss == "cross_entropy" and len(labels) > 1:
-        fix = "name one column, or a loss for each: task.loss: {COLUMN: cross_entropy, ...}"
-        raise DataError(f"{len(labels)} columns for one cross_entropy", where="data.labels", fix=fix)
+    """Make a source from a table: inputs (n, features), labels as ``_labels`` returns them."""
     inputs = np.stack([table.numbers(name) for name in features], axis=1)
     if not config.features and not classes.run:
         remarks = [*remarks, *_remarks_on_counters(table, inputs, features)]
+    columns, names = _labels(table, labels, classes, task)
+    return Arrays(inputs, columns, str(table.path), classes, task, table.notes, None, remarks, (features, names))
+
+
+def _labels(table: tables.Table, labels: list[str], classes: Known, task: TaskConfig) -> tuple[Any, Sequence[str]]:
+    """Return labels (n,) or (n, labels), or {name: (n,)}, and the names of their columns."""
+    if task.loss == "cross_entropy" and len(labels) > 1:
+        fix = "name one column, or a loss for each: task.loss: {COLUMN: cross_entropy, ...}"
+        raise DataError(f"{len(labels)} columns for one cross_entropy", where="data.labels", fix=fix)
     columns = {name: table.labels(name, name, len(labels) == 1, classes, task) for name in labels}
     if isinstance(task.loss, dict) or not labels:
-        return Arrays(inputs, columns, str(table.path), classes, task, table.notes, None, remarks, (features, ()))
-    stacked: Any = np.stack([*map(np.asarray, columns.values())], axis=1) if len(labels) > 1 else columns[labels[0]]
-    names = features, labels if len(labels) > 1 else ()
-    return Arrays(inputs, stacked, str(table.path), classes, task, table.notes, None, remarks, names)
+        return columns, ()
+    if len(labels) == 1:
+        return columns[labels[0]], ()
+    return np.stack([*map(np.asarray, columns.values())], axis=1), labels
+
+
+def _prepared(
+    table: tables.Table,
+    features: list[str],
+    labels: list[str],
+    classes: Known,
+    config: DataConfig,
+    task: TaskConfig,
+    remarks: Sequence[str],
+    fitted: Facts | None,
+    divided: bool,
+) -> Arrays:
+    """Make a source whose inputs are prepared; ``divided``: the file holds training and validation samples."""
+    preparation = Preparation(table, features, config, fitted)
+    columns, names = _labels(table, labels, classes, task)
+    made = np.arange(len(table.columns[features[0]]))
+    if not fitted:
+        if divided:  # labels decide which samples are held out
+            whole = Arrays(made, columns, str(table.path), classes, task)
+            train, _ = whole.fold(*config.fold) if config.fold else whole.split(config.val_fraction)
+            made = np.asarray(train.rows)
+        fitted = preparation.fit(made)
+    inputs, input_names, told = preparation.inputs()
+    lines = [*remarks, *told]
+    source = Arrays(inputs, columns, str(table.path), classes, task, table.notes, False, lines, (input_names, names))
+    source.fitted = fitted
+    return source
 
 
 def _of_lists(

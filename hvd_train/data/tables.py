@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvd_train.config import TaskConfig
-from hvd_train.data.classes import NUMBER, WHOLE, Classes, Known, Words, remarks_on_missing, values_of
+from hvd_train.data.classes import MISSING, NUMBER, WHOLE, Classes, Known, Words, remarks_on_missing, values_of
 from hvd_train.data.column import loses_differences
 from hvd_train.data.formats import parquet_size, unreadable
 from hvd_train.data.images import PART_NAMES, part_of
 from hvd_train.data.jsonl import first_keys, read_jsonl
 from hvd_train.data.lines import LONGEST, check_empty_lines, delimiter, header, remark_on_lines
 from hvd_train.data.memory import check_free
-from hvd_train.errors import DataError, listing
+from hvd_train.errors import DataError, listing, reason
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray
@@ -30,6 +30,8 @@ TYPED = (".parquet", ".jsonl")  # columns have types, so text that looks like nu
 BLOCK = 1 << 20  # pyarrow's default
 FIX = "correct it, or leave the row or the column out"
 WORDS = "correct it, or leave the row out; words are classes only with task.loss: cross_entropy, else number them"
+WORDS_OF_FEATURES = "correct it, list the column in data.categories if it holds words, or leave it out"
+GAPS = "leave the row or the column out; gaps of features are filled by data.missing"
 MIXED = "correct it; or list data.classes, as words"
 KINDS = {"int64": "whole number of 64 bits", "float64": "number"}
 
@@ -298,6 +300,59 @@ class Table:
             raise DataError(what, where=str(self.path), fix="name the column of the text in data.features")
         return column.to_pylist()
 
+    def with_gaps(self, name: str, kind: str, words: bool) -> np.ndarray:
+        """Return a column with gaps: numbers (n,) float64 with NaN, or words (n,) as objects with None.
+
+        ``kind``: "number" or "words"; "": a column of text is one of words, if ``words`` are asked for, and if no cell
+        is a number.
+        """
+        import pyarrow.compute as pc
+
+        column = self._trimmed(name)
+        text = str(column.type) == "string"
+        if text:
+            gap = pc.is_in(pc.utf8_lower(column), value_set=_strings([*MISSING, "?"]))
+            column = pc.if_else(gap, None, column)
+        if not kind:
+            kind = self._kind(name, column, words) if text else "number"
+        if kind == "words":
+            return np.array(column.cast("string").to_pylist(), object)
+        if text:
+            values = self._parsed(name, column, "float64", WORDS_OF_FEATURES)
+        elif str(column.type) == "bool" or str(column.type).startswith(("int", "uint", "float", "double", "decimal")):
+            values = np.asarray(column.cast("float64", safe=False))
+        else:
+            fix = "name others in data.features; dates and times belong into data.dates"
+            raise DataError(f"column '{name}' of type {column.type} holds no numbers", where=str(self.path), fix=fix)
+        return np.array(values, np.float64)
+
+    def _kind(self, name: str, column: ChunkedArray, words: bool) -> str:
+        """Return whether a column of text holds numbers or words; refuse a mixture."""
+        present = column.drop_null()
+        of_numbers = int(_matched(present, NUMBER.pattern).sum())
+        if of_numbers in (len(present), 0) and (of_numbers or not len(present) or words):
+            return "words" if words and not of_numbers else "number"
+        numbers = _matched(column.fill_null("0"), NUMBER.pattern)
+        row, what = int(np.argmin(numbers)), f"is no number, and {of_numbers:,} of {len(present):,} cells are"
+        raise self._fault(name, row, column, what, WORDS_OF_FEATURES)
+
+    def days(self, name: str) -> np.ndarray:
+        """Return a column of dates or times as days since 1970 (n,) float64, NaN where a cell is empty."""
+        import pyarrow
+
+        column = self._trimmed(name)
+        try:
+            stamps = column.cast(pyarrow.timestamp("us"))
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
+            where, fix = f"{self.path}, column '{name}'", "write dates as 2026-11-30, times as 2026-11-30 12:00:00"
+            raise DataError(f"it holds no dates: {reason(error)}", where=where, fix=fix) from error
+        micro = np.asarray(stamps.cast("int64").cast("float64", safe=False), np.float64)
+        return micro / 86_400e6
+
+    def at(self, name: str, row: int) -> str:
+        """Return where a cell is, for messages."""
+        return f"{self.path}, column '{name}', row {row + 1}"
+
     def is_list(self, name: str) -> bool:
         """Return whether each row of a column holds a list."""
         import pyarrow
@@ -326,6 +381,13 @@ class Table:
 
     def _filled(self, name: str) -> ChunkedArray:
         """Return a column with trimmed text; raises DataError if a row has no value."""
+        column = self._trimmed(name)
+        if column.null_count:
+            raise self._fault(name, _first_null(column), None, "the cell is empty", GAPS)
+        return column
+
+    def _trimmed(self, name: str) -> ChunkedArray:
+        """Return a column with trimmed text; empty text is no value."""
         import pyarrow
         import pyarrow.compute as pc
 
@@ -335,8 +397,6 @@ class Table:
         if pyarrow.types.is_large_string(column.type) or pyarrow.types.is_string(column.type):
             column = pc.utf8_trim_whitespace(column.cast("string"))
             column = pc.if_else(pc.equal(column, ""), None, column)
-        if column.null_count:
-            raise self._fault(name, _first_null(column), None, "the cell is empty")
         return column
 
     def _parsed(self, name: str, column: ChunkedArray, kind: str, fix: str = FIX) -> np.ndarray:
@@ -346,8 +406,7 @@ class Table:
 
     def _fault(self, name: str, row: int, column: ChunkedArray | None, what: str, fix: str = FIX) -> DataError:
         cell = f"'{str(column[row].as_py())[:60]}' " if column is not None else ""
-        where = f"{self.path}, column '{name}', row {row + 1}"
-        return DataError(f"{cell}{what}", where=where, fix=fix)
+        return DataError(f"{cell}{what}", where=self.at(name, row), fix=fix)
 
 
 def _block(path: Path) -> int:

@@ -142,6 +142,8 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
     # All that must be equal on all ranks. One with other data or another version would silently train on.
     sizes = " + ".join(str(len(part)) for part in data.parts.values())
     config = with_classes(config, data.sample)
+    if data.fitted:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"fitted": data.fitted})})
     facts = {
         "config": digest(config),
         "data": f"{data.name}, {sizes} samples, {data.fingerprint}",

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from hvd_train.config.keys.lengths import LengthsConfig
-from hvd_train.config.keys.section import Count, Positive, Section, free, raise_problems
+from hvd_train.config.keys.section import Count, Positive, Section, free, is_set, raise_problems
 from hvd_train.config.keys.transforms import MIXING, TransformConfig
 
 # The kinds of data for which ``images`` may say whether samples are images; the others know.
@@ -35,6 +35,10 @@ ClassNames = Annotated[
     Literal["auto"] | list[str] | dict[str, list[str]] | None,
     BeforeValidator(_class_names),
 ]
+
+
+Missing = Literal["refuse", "mean", "median", "mode", "flag"]
+OF_TABLES = ("categories", "encoding", "missing", "scale", "dates", "fitted")
 
 
 class DataConfig(Section):
@@ -72,6 +76,25 @@ class DataConfig(Section):
     labels: str | list[str] | None = Field(
         None, description="table, labeled_text, data sets of dicts: the column to learn, or several"
     )
+    categories: Literal["auto"] | list[str] | None = Field(
+        None, description="table: features that are words; auto: all that are no numbers; null: words are refused"
+    )
+    encoding: Literal["one_hot", "ids"] = Field(
+        "one_hot",
+        description="table: words as a column of 0 and 1 each, or as ids in an input of their own, 0: unknown",
+    )
+    missing: Missing | dict[str, Missing] = Field(
+        "refuse",
+        description="table: what fills empty cells of features, also {column: ...}; words get the most frequent one; "
+        "flag: 0, and a column that says so",
+    )
+    scale: Literal["standard", "minmax", "none"] = Field(
+        "none", description="table: numbers get mean 0 and deviation 1, or the range 0 to 1, by the training samples"
+    )
+    dates: list[str] | None = Field(None, description="table: features that are dates or times, as days since 1970")
+    fitted: list[dict[str, Any]] | None = Field(
+        None, description="table: what fit computed from the training samples for these keys; it writes them here"
+    )
     num_classes: Positive | None = Field(None, description="number of classes; default: the largest label + 1")
     images: bool | None = Field(
         None,
@@ -106,6 +129,8 @@ class DataConfig(Section):
         if self.name not in ("table", "labeled_text") and ":" not in self.name:
             given = [key for key in ("features", "labels") if getattr(self, key)]
             raise_problems([(key, "belongs to name: table, or to your own data set") for key in given])
+        if self.name != "table":
+            raise_problems([(key, "belongs to name: table") for key in OF_TABLES if is_set(self, key)])
         if self.images is not None and self.name not in ARRAYS and ":" not in self.name:
             raise_problems([("images", f"belongs to {', '.join(ARRAYS)} and your own data")])
         if self.fold and not (self.fold[1] >= 2 and self.fold[0] < self.fold[1]):

@@ -89,9 +89,19 @@ class TrainError(Exception):
         super().__init__(what, where, fix)
         self.what, self.where, self.fix, self.common, self.ranks = what, where, fix, common, tuple(ranks)
 
+    def __reduce__(self) -> Any:
+        # An error of a process that fetches samples is sent to the rank. Subclasses take other arguments.
+        return _sent, (type(self), self.args, self.__dict__)
+
     def __str__(self) -> str:
         where = printable(self.where, one_line=True)
         return printable("; ".join(part for part in (self.what, where, self.fix) if part))
+
+
+def _sent(kind: type[TrainError], arguments: tuple[Any, ...], state: dict[str, Any]) -> TrainError:
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(TrainError):

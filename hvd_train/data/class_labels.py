@@ -172,10 +172,16 @@ def _word_classes(
     return names, max(known.count or 0, len(numbers)), Lookup.of(range(len(of_codes)), of_codes, NO_CODE), masked
 
 
+def _look(name: str) -> str:
+    """Return what of a name is seen."""
+    seen = "".join(one for one in unicodedata.normalize("NFKC", name) if unicodedata.category(one) != "Cf")
+    return " ".join(seen.split()).casefold()
+
+
 def _remarks_on_twins(title: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return remarks on names that look alike: they differ in Unicode composition or in surrounding spaces."""
+    """Return remarks on names that look alike: they differ in case, Unicode composition, spaces or unseen letters."""
     first: dict[str, str] = {}
-    twins = [(first.setdefault(unicodedata.normalize("NFC", name).strip(), name), name) for name in names]
+    twins = [(first.setdefault(_look(name), name), name) for name in names]
     return tuple(
         f"{title}: classes {ascii(one)} and {ascii(other)} look alike, and are two classes"
         for one, other in twins

@@ -304,6 +304,20 @@ def _is_transparent(path: ImageFile) -> bool:
         return image.convert("RGBA").getextrema()[3][0] < 255
 
 
+def upright(image: Any) -> np.ndarray:
+    """Return an image of Pillow as an array (height, width) or (height, width, 3) uint8, as its file would be read.
+
+    Raises DataError for more than 8 bits a channel.
+    """
+    from PIL import ImageOps
+
+    if image.mode.startswith(("I", "F")):
+        raise DataError(f"an image of mode {image.mode}", fix="convert it to an array in __getitem__")
+    image = ImageOps.exif_transpose(image)
+    gray = image.mode in ("1", "L", "LA") or (image.mode == "P" and image.palette.mode == "L")
+    return np.asarray(image.convert("L" if gray else "RGB"))
+
+
 class ImageFiles:
     """Image files, decoded on access to upright images (k, side, side, c) uint8; c is 3 if ``colored``, else 1."""
 

@@ -1,30 +1,33 @@
 """Data sets that give one sample at a time: torch's Dataset, torchvision's, Hugging Face's, and a DataLoader's.
 
-What is random in ``__getitem__`` is drawn from generators that are seeded by (seed, epoch, index). So any number of
-ranks and workers, and a resumed run, get the same samples. These generators are global to a process, in which the
-training draws its own numbers, so such samples are fetched in processes of their own.
+What is random in ``__getitem__`` and ``collate_fn`` is drawn from generators that are seeded by (seed, epoch, index).
+So any number of ranks and workers, and a resumed run, get the same samples. Most of these generators are global to a
+process, in which the training draws its own numbers, so samples are fetched in processes of their own, except where a
+data set is known to draw none. Each sample is collated on its own: how many of them a rank has must not matter.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_train.data.batched import gives_batches
+from hvd_train.data.generators import generators_kept, generators_of, seed_all, states
+from hvd_train.data.images import upright
 from hvd_train.data.item_workers import ItemWorkers
 from hvd_train.data.order import mix, stream
 from hvd_train.errors import DataError
 
-LOOKED_AT = 4  # samples
+LOOKED_AT = 4  # samples that make the fingerprint
+TRIED, TRIED_SECONDS = 24, 3.0  # samples that are read twice, until this time is over
 EVALUATION = -1  # the epoch of samples that are not for training
 CHANNELS = (1, 3)
+BESIDE = 6  # samples beside which a collator gets the first one
 SAMPLERS = ("SequentialSampler", "RandomSampler")
 FIX = "let __getitem__ return (inputs, label): each a tensor, an array or a number, or a dict of them by name"
 
@@ -52,7 +55,8 @@ class Items:
     """A data set by items as an object with ``fetch``. Its samples are ``rows`` of the data set, in this order.
 
     ``features``, ``labels``: the keys of an item that is a dict; None: ``label`` or ``labels``, and all others.
-    ``collate``: makes (inputs, labels) of a list of items, in place of stacking.
+    ``collate``: makes (inputs, labels) of a list of items, in place of stacking. ``images``: False: tensors of three
+    axes are no images, and keep their axes.
     """
 
     weights: np.ndarray | None = None  # (n,): with what probability training draws each sample
@@ -64,23 +68,25 @@ class Items:
         features: Sequence[str] | None = None,
         labels: str | Sequence[str] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
+        images: bool | None = None,
     ) -> None:
         self._dataset, self._where, self._features, self._labels = dataset, where, features, labels
+        self._images = images
         self._collate, self._length = collate, len(dataset)
         self._workers: ItemWorkers | None = None
-        self._alone = threading.Lock()  # held while the process' generators are seeded for a sample
+        self._alone = threading.Lock()  # held while generators are seeded for a sample
         self.rows = np.arange(self._length)
-        # A few rows, which tell whether samples are random, and make the fingerprint.
+        self._own = [one for part in (dataset, collate) for one in generators_of(part)]
+        self.still = _draws_nothing(dataset) and not collate
         few = sorted({*np.linspace(0, self._length - 1, LOOKED_AT).astype(int).tolist()}) if self._length else []
-        self.random = any(map(self._draws, few))
-        if self._length:
-            if not collate:
-                with _generators_kept():
-                    self._pair(dataset[0])  # it may be none
-            if self._digest([0], 0) != self._digest([0], 0):
-                what = "sample 0 differs each time it is read, so ranks and resumed runs would see different samples"
-                fix = "draw what is random in __getitem__ from the generators of random, numpy.random and torch"
-                raise DataError(what, where=where, fix=fix)
+        self.random = False
+        if self._length and not collate:
+            with generators_kept():
+                self._pair(dataset[0])  # it may be none
+        if self._length and not self.still:
+            self._try(few)
+            if collate and self._length > 2:
+                self._check_collate(collate)
         self.fingerprint = self._fingerprint(few)
         self.num_classes = _classes_of(dataset)
 
@@ -94,6 +100,9 @@ class Items:
         sampler = part.sampler
         weighted = type(sampler).__name__ == "WeightedRandomSampler"
         own = type(sampler).__name__ not in SAMPLERS or getattr(sampler, "replacement", False)
+        if not own and (sampler.data_source is not part.dataset or len(sampler) != len(part.dataset)):
+            what = f"the DataLoader's sampler gives {len(sampler):,} of {len(part.dataset):,} samples"
+            raise DataError(what, where=where, fix="leave it out; torch.utils.data.Subset gives a part of a data set")
         if (own and not weighted) or part.batch_size is None:
             kind = type(sampler).__name__ if own else "batch sampler of its own"
             what = f"the DataLoader has a {kind}, and the order of samples is made here"
@@ -142,11 +151,11 @@ class Items:
         return None if labels is None else labels[self.rows]
 
     def begin(self, workers: int) -> None:
-        """Fetch in ``workers`` processes from now on, if samples are random or it is above 1.
+        """Fetch in ``workers`` processes from now on, unless it is 1 and samples are known to be not random.
 
         Call it before there are other threads.
         """
-        if not self._workers and (self.random or workers > 1):
+        if not self._workers and (not self.still or workers > 1):
             self._workers = ItemWorkers(workers, self._read, self._where)
 
     def fetch(self, indices: np.ndarray, seed: int = 0, epoch: int = EVALUATION) -> tuple[Any, Any]:
@@ -161,7 +170,9 @@ class Items:
             rows, keys = self.rows[self.chosen(indices, seed, epoch)], indices
         if self._workers:
             return self._workers.run(rows, keys, seed, epoch)
-        with self._alone if self.random else nullcontext():
+        if self.still:
+            return self._read(rows, keys, seed, epoch)
+        with self._alone, generators_kept():
             return self._read(rows, keys, seed, epoch)
 
     def _read(self, rows: np.ndarray, keys: np.ndarray, seed: int, epoch: int) -> tuple[Any, Any]:
@@ -171,15 +182,13 @@ class Items:
             raise DataError(what, where=self._where, fix="its length must not change")
         items = []
         for row, key in zip(rows.tolist(), keys.tolist(), strict=True):
-            if self.random:
-                seed_all(mix(mix(seed, epoch), key))
-            items.append(self._dataset[row])
-        if self._collate:
-            inputs, labels = self._pair(self._collate(items))
-            return _converted(inputs, True), _converted(labels, True)
+            if not self.still:
+                seed_all(mix(mix(seed, epoch), key), self._own)
+            items.append(self._sample(row))
         pairs = [self._pair(item) for item in items]
-        inputs, labels = ([_converted(pair[k]) for pair in pairs] for k in (0, 1))
-        return _stacked(inputs, self._where), _stacked(labels, self._where)
+        collated, moves = self._collate is not None, self._images is not False
+        inputs, labels = ([_converted(pair[k], collated, moves) for pair in pairs] for k in (0, 1))
+        return _stacked(inputs, self._where, collated), _stacked(labels, self._where, collated)
 
     def _pair(self, item: Any) -> tuple[Any, Any]:
         """Return (inputs, label) of an item."""
@@ -201,21 +210,59 @@ class Items:
             item[labels[0]] if one_label else {key: item[key] for key in labels},
         )
 
-    def _draws(self, row: int) -> bool:
-        """Return whether reading the sample draws random numbers."""
-        # Samples of two seeds are not compared: both may happen to flip the image, or not to.
-        with _generators_kept():
-            seed_all(row)
-            before = _generators()
-            self._dataset[row]
-            return _generators() != before
+    def _try(self, few: Sequence[int]) -> None:
+        """Read some samples twice: find whether they are random, and refuse other randomness than of generators."""
+        targets = _targets(self._dataset)
+        first_of_class = [] if targets is None else np.unique(targets, return_index=True)[1][:TRIED].tolist()
+        spread = np.linspace(0, self._length - 1, TRIED).astype(int).tolist()
+        ends = time.perf_counter() + TRIED_SECONDS
+        for number, row in enumerate(dict.fromkeys([*few, *first_of_class, *spread])):
+            if number >= len(few) and time.perf_counter() > ends:
+                return
+            with generators_kept():
+                seed_all(row, self._own)
+                before = states(self._own)
+                once = _bytes(self._sample(row))
+                self.random |= states(self._own) != before
+                seed_all(row, self._own)
+                again = _bytes(self._sample(row))
+            if once != again:
+                what = (
+                    f"sample {row} differs each time it is read, so ranks and resumed runs would see different samples"
+                )
+                fix = "draw what is random in __getitem__ from the generators of random, numpy.random and torch"
+                raise DataError(what, where=self._where, fix=fix)
+
+    def _sample(self, row: int) -> Any:
+        item = self._dataset[row]
+        return self._collate([item]) if self._collate else item
+
+    def _check_collate(self, collate: Callable[[list[Any]], Any]) -> None:
+        """Refuse a collator that makes a sample's values of the others in its list."""
+        rows = np.unique(np.linspace(0, self._length - 1, 2 * BESIDE + 1).astype(int)).tolist()
+        each = (len(rows) - 1) // 2
+        lists = rows[: each + 1], [rows[0], *rows[each + 1 : 2 * each + 1]]
+        for key in range(BESIDE):
+            firsts = []
+            for one in lists:
+                with generators_kept():
+                    items = []
+                    for row in one:
+                        seed_all(mix(key, row), self._own)
+                        items.append(self._dataset[row])
+                    seed_all(key, self._own)
+                    firsts.append(_bytes(_first_of(collate(items))))
+            if firsts[0] != firsts[1]:
+                what = "the collate_fn makes a sample's values of the others in its list, which depends on the ranks"
+                fix = "compute them in __getitem__; data.transforms has mixup and cutmix, data.lengths pads"
+                raise DataError(what, where=self._where, fix=fix)
 
     def _digest(self, rows: Sequence[int], seed: int) -> str:
         """Return a hash of samples drawn with ``seed``; the process' generators stay as they are."""
         digest = hashlib.sha256()
-        with _generators_kept():
+        with generators_kept():
             for row in rows:
-                seed_all(mix(seed, row))
+                seed_all(mix(seed, row), self._own)
                 digest.update(_bytes(self._dataset[row]))
         return digest.hexdigest()
 
@@ -225,53 +272,46 @@ class Items:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def seed_all(key: int) -> None:
-    """Seed the global generators of Python, NumPy and PyTorch (if it is imported)."""
-    random.seed(key)
-    np.random.seed(key % 2**32)
-    if torch := sys.modules.get("torch"):
-        torch.manual_seed(key)
-
-
-def _generators() -> tuple[Any, ...]:
-    """Return the states of the global generators, to be compared."""
-    torch = sys.modules.get("torch")
-    drawn = torch.get_rng_state().numpy().tobytes() if torch else b""
-    _, keys, *place = np.random.get_state(legacy=True)
-    return random.getstate(), np.asarray(keys).tobytes(), place, drawn
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    python, numpy, torch = random.getstate(), np.random.get_state(), sys.modules.get("torch")
-    state = torch.get_rng_state() if torch else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        if torch and state is not None:
-            torch.set_rng_state(state)
-
-
-def _converted(value: Any, batched: bool = False) -> Any:
-    """Convert tensors to arrays; images of PyTorch, (channels, height, width), get their channels last."""
+def _converted(value: Any, batched: bool = False, images: bool = True) -> Any:
+    """Convert tensors and Pillow's images to arrays; PyTorch's images, (channels, height, width), get channels last."""
     if hasattr(value, "keys"):
-        return {key: _converted(value[key], batched) for key in value.keys()}  # noqa: SIM118
-    image = _is(value, "torch", "Tensor") and value.ndim == 3 + batched
+        return {key: _converted(value[key], batched, images) for key in value.keys()}  # noqa: SIM118
+    if _is(value, "PIL", "Image"):
+        return upright(value)
+    image = images and _is(value, "torch", "Tensor") and value.ndim == 3 + batched
     if image and value.shape[batched] in CHANNELS and value.shape[-1] not in CHANNELS:
         value = value.movedim(int(batched), -1)
     return value.detach().cpu().numpy() if _is(value, "torch", "Tensor") else np.asarray(value)
 
 
-def _stacked(values: list[Any], where: str) -> Any:
+def _first_of(collated: Any) -> Any:
+    """Return the first sample of a collated list."""
+    if hasattr(collated, "keys"):
+        return {key: _first_of(collated[key]) for key in collated.keys()}  # noqa: SIM118
+    return [_first_of(one) for one in collated] if isinstance(collated, tuple | list) else _converted(collated)[:1]
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    """Return whether a data set is known to read its samples without any code of the user's."""
+    if _is(dataset, "torch.utils.data", "Subset"):
+        return _draws_nothing(dataset.dataset)
+    if _is(dataset, "torch.utils.data", "ConcatDataset"):
+        return all(map(_draws_nothing, dataset.datasets))
+    return type(dataset).__name__ == "TensorDataset" and type(dataset).__module__.startswith("torch.utils.data")
+
+
+def _stacked(values: list[Any], where: str, collated: bool = False) -> Any:
+    """Stack samples; ``collated``: each has an axis of one sample already."""
     if isinstance(values[0], dict):
-        return {key: _stacked([one[key] for one in values], where) for key in values[0]}
+        return {key: _stacked([one[key] for one in values], where, collated) for key in values[0]}
     shapes = {one.shape for one in values}
     if len(shapes) > 1:
         what = f"samples have unequal shapes, as {' and '.join(map(str, sorted(shapes)[:2]))}"
         raise DataError(what, where=where, fix="give them one shape in __getitem__, by padding or resizing")
-    return np.stack(values)
+    if collated and values[0].shape[:1] != (1,):
+        what = f"the collate_fn makes {values[0].shape} of a list of one sample"
+        raise DataError(what, where=where, fix="let its first axis be the samples")
+    return np.concatenate(values) if collated else np.stack(values)
 
 
 def _bytes(value: Any) -> bytes:

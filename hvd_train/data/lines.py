@@ -24,6 +24,8 @@ def header(path: Path) -> list[str]:
         first = stream.readline(LONGEST + 1)
         while first and not first.strip():
             first = stream.readline(LONGEST + 1)
+    if not first.endswith(b"\n") and b"\r" in first.rstrip():
+        raise ValueError("its lines end in CR alone, as of old Macs: tr '\\r' '\\n' < OLD > NEW")
     if len(first) > LONGEST:
         raise ValueError(f"its first line has more than {LONGEST:,} bytes")
     csv.field_size_limit(LONGEST)

@@ -22,6 +22,7 @@ SAME = "return the names, shapes and types that the function gets"
 
 
 NORMALIZE = "normalize"
+TRIED = 8  # samples on which transforms are tried twice
 
 
 def catalog() -> dict[str, str]:
@@ -82,7 +83,11 @@ def transformed(
         by_name["train"].remarks += _coordinate_remarks(first, configs, task)  # type: ignore[attr-defined]
         if mixing:
             by_name["train"] = Mixed(by_name["train"], mixing, len(steps))
-        drawn(by_name["train"], np.zeros(1, np.int64), 0, 0)
+        tried = [drawn(by_name["train"], np.arange(min(TRIED, len(by_name["train"]))), 0, 0)[0] for _ in range(2)]
+        own = [f"data.transforms.{k}: {config.name}" for k, config in enumerate(configs) if ":" in config.name]
+        if own and not all(np.array_equal(x, tried[1][name], equal_nan=True) for name, x in tried[0].items()):
+            what = "it makes other values of the same sample and rng, so ranks and resumed runs would differ"
+            raise DataError(what, where=", ".join(own), fix="draw from rng alone")
     return by_name
 
 

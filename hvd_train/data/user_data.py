@@ -118,6 +118,7 @@ def _columns(value: Any) -> Any:
 
 
 FEW = 8  # samples inspected for a remark
+BESIDE = 6  # samples with which the first one is fetched
 ATTRIBUTES = ("__len__", "fetch", "fingerprint", "num_classes")
 WANTED = (
     "give (inputs, labels), or an object with __len__, fetch(indices) -> (inputs, labels), num_classes and fingerprint "
@@ -167,9 +168,25 @@ class UserSource:
         fields, ignore = self._template.sample.labels, task.ignore_index
         labels = {name: replace(field, masked=_may_be_masked(field, ignore)) for name, field in fields.items()}
         self.sample, self.note = replace(self._template.sample, labels=labels), self._template.note
+        self._check_fetch()
 
     def __len__(self) -> int:
         return len(self._user_source)
+
+    def _check_fetch(self) -> None:
+        """Refuse a ``fetch`` whose values for a sample are random, or made of the others that are fetched with it."""
+        n = len(self._user_source)
+        rows = np.unique(np.linspace(0, n - 1, 2 * BESIDE + 1).astype(np.int64))
+        each = (len(rows) - 1) // 2
+        one, other = rows[: each + 1], np.concatenate([rows[:1], rows[each + 1 : 2 * each + 1]])
+        first, again, beside = (self._fetch(indices) for indices in (one, one, other))
+        if not _same(first, again):
+            what = "fetch gives other values for the same indices, so ranks and resumed runs would see different ones"
+            fix = "draw random numbers in a transform of yours, which gets them (data.transforms)"
+            raise DataError(what, where=self._where, fix=fix)
+        if each and not _same(_first_sample(first), _first_sample(beside)):
+            what = "fetch makes a sample's values of the others that are fetched with it, which depends on the ranks"
+            raise DataError(what, where=self._where, fix="compute them from the sample alone, or from all in advance")
 
     def _rounding(self, *first: Any) -> tuple[str, ...]:
         """Return remarks if float32 rounds what ``fetch`` gives. Reads a few samples if the first one has float64."""
@@ -209,7 +226,9 @@ class ItemSource(UserSource):
             raise DataError(what, where="data.lengths", fix="pad them to one length, and leave it out")
         self._arguments = (user_source, config, task, where, classes, labelled)
         with user_errors("the data set failed", where, kind=DataError):
-            items = items or Items.of(user_source, where, features=config.features, labels=config.labels)
+            items = items or Items.of(
+                user_source, where, features=config.features, labels=config.labels, images=config.images
+            )
         if len(items):
             _check_counted(items.num_classes, task, classes, where)
         super().__init__(items, config, task, where, classes, labelled)
@@ -225,6 +244,9 @@ class ItemSource(UserSource):
             self.note = "\n".join(filter(None, [self.note, line]))
         if not classes.run:  # ranks that evaluate are connected already, and draw nothing meanwhile
             items.begin(config.workers)
+
+    def _check_fetch(self) -> None:
+        """Do nothing: ``Items`` has looked at the data set."""
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
         inputs, labels = self._fetch(indices, seed, epoch)
@@ -254,6 +276,25 @@ def _check_counted(count: int | None, task: TaskConfig, classes: Known, where: s
     if not counted and "cross_entropy" in [loss for loss, _ in task.terms.values()]:
         what = "the number of classes is not known: the data set lists neither classes nor targets"
         raise DataError(what, where=where, fix="set data.num_classes")
+
+
+def _first_sample(value: Any) -> Any:
+    """Return the first sample of what ``fetch`` returned, with its names."""
+    if isinstance(value, dict):
+        return {key: _first_sample(x) for key, x in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_first_sample, value))
+    return value[:1] if isinstance(value, list | RaggedRows) else np.asarray(value)[:1]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two answers of ``fetch`` have the same values; a type may depend on which samples are fetched."""
+    if isinstance(one, dict):
+        return one.keys() == getattr(other, "keys", dict)() and all(_same(x, other[key]) for key, x in one.items())
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    a, b = (x[:] if isinstance(x, RaggedRows) else np.asarray(x) for x in (one, other))
+    return np.array_equal(a, b, equal_nan=a.dtype.kind == b.dtype.kind == "f")
 
 
 def _may_be_masked(field: Field, ignore: int) -> bool:
@@ -334,6 +375,9 @@ class UserStream(UserSource):
                 raise DataError("the data set is empty", where=where)
             stream = StreamSource(user_source, where)
         super().__init__(stream, config, task, where, classes)
+
+    def _check_fetch(self) -> None:
+        """Do nothing: ``StreamSource`` has read the first sample twice."""
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
         inputs, labels = self._fetch(indices, epoch)

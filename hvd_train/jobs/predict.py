@@ -109,7 +109,9 @@ def _new_file(job: Job, names: bool, name: str, rows: np.ndarray, output: Path, 
         if rows.ndim > 2:
             what = f"the model gives {rows.shape[1:]} for a sample, which is no row of a table"
             raise ConfigError(what, where=where, fix="end its name in .npy", common=True)
-        return Table(output, overwrite, part, _titles(field, labels, rows), *([sigmoid] if loss == "bce" else []))
+        of_table = job.config.data.labels if isinstance(job.config.data.labels, str) else ""
+        titles = _titles(field, labels, rows, of_table)
+        return Table(output, overwrite, part, titles, *([sigmoid] if loss == "bce" else []))
     fix = "leave it out: the numbers are written as .npy" if names else "end its name in .npy"
     if not isinstance(field, Field) or field.shape:
         what = "the model predicts a class for each token or pixel"
@@ -121,13 +123,13 @@ def _new_file(job: Job, names: bool, name: str, rows: np.ndarray, output: Path, 
     return ClassTable(output, overwrite, part, field.names, every=not names)
 
 
-def _titles(field: Any, labels: Mapping[str, Field], rows: np.ndarray) -> Sequence[str]:
-    """Return the titles of the model's numbers: the label's columns, or its name."""
+def _titles(field: Any, labels: Mapping[str, Field], rows: np.ndarray, of_table: str) -> Sequence[str]:
+    """Return the titles of the model's numbers: the label's columns, or its name; ``of_table``: that of a table."""
     count = rows.shape[1] if rows.ndim > 1 else 1
     columns = field.columns if isinstance(field, Field) else ()
     if len(columns) == count:
         return columns
-    name = next((key for key, one in labels.items() if one is field), "prediction")
+    name = of_table or next((key for key, one in labels.items() if one is field), "prediction")
     return [name] if count == 1 else [f"{name} {k}" for k in range(count)]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hvd_train.jobs.job import Job
+from hvd_train.metrics.table import METRICS
 from hvd_train.protocol import Batch, Field, Fields, one_or_all
 from hvd_train.run_folder.log import NullLog, RunLog
 
@@ -18,20 +19,38 @@ SPREAD = 0.5  # margin for large inputs, with which a last sigmoid comes close t
 def warn_of_probabilities(job: Job, log: RunLog | NullLog) -> None:
     """Warn if a model ends in softmax or sigmoid, which the loss applies again: it then learns more slowly and worse.
 
-    Metrics are wrong, too: an output above 0 means class 1, and probabilities always are.
+    Metrics are wrong, too: an output above 0 means class 1, and probabilities always are. So is what ``predict``
+    writes, also with a loss of the user's that takes probabilities.
     """
-    losses = {name: loss for name, (loss, _) in job.config.task.terms.items() if loss in ("cross_entropy", "bce")}
+    losses = _losses(job)
     if not losses:
         return
     inputs, labels = job.data.train.fetch(np.arange(min(SAMPLES, len(job.data.train))))
     for name, outputs in _outputs(job, inputs, labels, losses):
-        if losses[name] == "cross_entropy" and _sums_to_1(outputs):
-            what = "its outputs are not negative and sum to 1), and the loss applies softmax"
-            _warn(job, log, name, what, "leave its last softmax out")
-        within = losses[name] == "bce" and (outputs > 0).all() and (outputs < 1).all()
+        own = " and use a loss of logits" * (":" in losses[name])
+        if losses[name] != "bce" and _sums_to_1(outputs):
+            what = f"its outputs are not negative and sum to 1), and {_who(losses[name])} softmax"
+            _warn(job, log, name, what, f"leave its last softmax out{own}")
+            continue
+        within = losses[name] != "cross_entropy" and (outputs > 0).all() and (outputs < 1).all()
         if within and _stays_between(job, name, inputs, labels, losses):
-            what = "its outputs stay between 0 and 1), and the loss applies the sigmoid"
-            _warn(job, log, name, what, "leave its last sigmoid out")
+            what = f"its outputs stay between 0 and 1), and {_who(losses[name])} the sigmoid"
+            _warn(job, log, name, what, f"leave its last sigmoid out{own}")
+
+
+def _losses(job: Job) -> dict[str, str]:
+    """Return {output: its loss} where outputs are taken for logits: by the loss, by metrics, or as those of classes."""
+    data, found = job.config.data, dict[str, str]()
+    for name, (loss, metrics) in job.config.task.terms.items():
+        of_classes = any(METRICS[one].labels != "numbers" or one == "bce" for one in metrics if one in METRICS)
+        own = ":" in loss and (of_classes or data.num_classes or data.classes) and not job.config.task.step
+        if loss in ("cross_entropy", "bce") or own:
+            found[name] = loss
+    return found
+
+
+def _who(loss: str) -> str:
+    return "metrics and predict apply" if ":" in loss else "the loss applies"
 
 
 def _sums_to_1(outputs: np.ndarray) -> bool:

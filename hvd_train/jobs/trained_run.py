@@ -141,7 +141,7 @@ def _with_weights_of_run(config: Config, meta: Mapping[str, Any]) -> Config:
 
     A file that the caller names may still say ``balanced``, which means the classes of the training samples.
     """
-    if fitted := meta["config"]["data"].get("fitted"):
+    if fitted := meta["config"].get("data", {}).get("fitted"):
         config = config.model_copy(update={"data": config.data.model_copy(update={"fitted": fitted})})
     saved = meta["config"]["task"]["class_weights"]
     if config.task.class_weights != "balanced" or not isinstance(saved, list):

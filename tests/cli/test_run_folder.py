@@ -387,7 +387,9 @@ def test_outputs_that_are_no_logits(tmp_path, framework):
     base = [f"framework={framework}", "task.loss=bce", "data.name=tests.own_models:odd_digits", "max_steps=2"]
     models = [f"model={{name: 'tests.own_models:{kind}_sigmoid', last: {last}}}" for last in ("true", "false")]
     lines += [fit(tmp_path / "bce", "--check", sets=[*base, model]) for model in models]
-    softmax, one, plain, sigmoid, logits = commands(*lines)
+    own = "task={loss: 'tests.own_models:of_first_class', metrics: [accuracy]}"
+    lines += [fit(tmp_path / f"own{k}", "--check", sets=[*sets[k], own]) for k in (0, 2)]
+    softmax, one, plain, sigmoid, logits, own_softmax, own_plain = commands(*lines)
     assert softmax.code == plain.code == 0, softmax.err + plain.err
     assert softmax.err.count("warning: the model gives probabilities") == 1 and names[0] in softmax.err
     assert "warning" not in plain.err
@@ -397,3 +399,5 @@ def test_outputs_that_are_no_logits(tmp_path, framework):
     assert sigmoid.code == logits.code == 0, sigmoid.err + logits.err
     assert sigmoid.err.count("the loss applies the sigmoid again") == 1, sigmoid.err
     assert "leave its last sigmoid out" in sigmoid.err and "warning" not in logits.err
+    assert own_softmax.code == own_plain.code == 0, own_softmax.err + own_plain.err
+    assert "metrics and predict apply softmax again" in own_softmax.err and "warning" not in own_plain.err

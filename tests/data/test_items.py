@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from PIL import Image, ImageOps
 
 from hvd_train.config import load_config
 from hvd_train.data.catalog import open_data
@@ -202,6 +203,114 @@ def test_a_flip_is_random_whatever_it_does_to_the_first_sample():
     assert not opened((Digits(), Digits())).train.items.random
 
 
+class OwnGenerator(Digits):
+    """Noise of a generator that it holds, in a list as transforms are, and for one class alone."""
+
+    def __init__(self, generator, rare=None):
+        super().__init__(count=300)
+        self.steps, self.rare = [{"noise": generator}], rare
+
+    def __getitem__(self, k):
+        image, label = super().__getitem__(k)
+        generator = self.steps[0]["noise"]
+        if self.rare in (None, label):
+            own = torch.rand(1, generator=generator).item() if isinstance(generator, torch.Generator) else None
+            image = image + (generator.random() if own is None else own)
+        return image, label
+
+
+class RareDraws(Digits):
+    """Two samples of 300 draw numbers."""
+
+    targets = [int(k in (77, 211)) for k in range(300)]
+
+    def __init__(self):
+        super().__init__(count=300)
+        self.targets = RareDraws.targets
+
+    def __getitem__(self, k):
+        image, _ = super().__getitem__(k)
+        return image + np.random.rand() * self.targets[k], self.targets[k]
+
+
+def noisy(items):
+    images = torch.stack([image for image, _ in items])
+    return images + torch.rand_like(images), torch.tensor([label for _, label in items])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        OwnGenerator(np.random.default_rng(0)),
+        OwnGenerator(np.random.RandomState(0)),
+        OwnGenerator(random.Random(0)),
+        OwnGenerator(torch.Generator()),
+        OwnGenerator(np.random.default_rng(0), rare=3),
+        RareDraws(),
+        utils.DataLoader(Digits(count=300), collate_fn=noisy),
+    ],
+)  # fmt: skip
+def test_all_kinds_of_randomness_are_the_same_on_any_number_of_ranks(data):
+    want = trained_on(opened((data, data)).train, 1, 1)
+    source = opened((data, data), workers=2).train
+    assert source.items.random
+    assert all(np.array_equal(trained_on(source, ranks, 2)[0], want[0]) for ranks in (2, 3))
+    assert not np.array_equal(np.sort(trained_on(source, 1, 2, epoch=1)[0], 0), np.sort(want[0], 0))
+
+
+def centered(items):
+    images = torch.stack([image for image, _ in items])
+    return images - images.mean(0), torch.tensor([label for _, label in items])
+
+
+def mixed_up(items):
+    images, share = torch.stack([image for image, _ in items]), np.random.beta(0.4, 0.4)
+    return share * images + (1 - share) * images[torch.randperm(len(items))], torch.tensor([y for _, y in items])
+
+
+@pytest.mark.parametrize("collate", [centered, mixed_up])
+def test_a_collator_that_compares_samples_is_refused(collate):
+    part = dataloader(collate_fn=collate)
+    with pytest.raises(DataError, match="makes a sample's values of the others in its list, .*mixup and cutmix"):
+        opened((part, part))
+
+
+def test_tensors_that_are_no_images_keep_their_axes():
+    rows = utils.TensorDataset(torch.arange(840.0).reshape(8, 3, 5, 7), torch.arange(8) % 2)
+    data = opened((rows, rows), num_classes=2, images=False)
+    assert np.array_equal(data.train.fetch(np.arange(8))[0]["input"], rows.tensors[0].numpy())
+    moved = opened((rows, rows), num_classes=2).train.fetch(np.arange(8))[0]["input"]
+    assert np.array_equal(moved, rows.tensors[0].movedim(1, -1).numpy())
+
+
+class Pictures(utils.Dataset):
+    """Pillow's images of one shape in several modes."""
+
+    targets = [0, 1, 0, 1]
+
+    def __init__(self):
+        image = Image.fromarray(np.arange(0, 240, dtype=np.uint8).reshape(12, 20)).convert("RGB")
+        turned = image.transpose(Image.Transpose.ROTATE_90)
+        turned.getexif()[274] = 6
+        self.images = [image, image.quantize(40), image.convert("CMYK"), turned]
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, k):
+        return self.images[k], self.targets[k]
+
+
+def test_images_of_pillow_are_read_as_their_files():
+    rows = Pictures()
+    got = opened((rows, rows)).train.fetch(np.arange(4))[0]["input"]
+    want = np.stack([np.asarray(ImageOps.exif_transpose(image).convert("RGB")) for image in rows.images])
+    assert np.array_equal(got, want) and got.dtype == np.uint8
+    rows.images[2] = rows.images[2].convert("I")
+    with pytest.raises(DataError, match="an image of mode I"):
+        opened((rows, rows)).train.fetch(np.arange(4))
+
+
 def test_several_inputs_by_their_names():
     data = opened((Named(), Named()), features=["image", "id"], num_classes=10)
     assert set(data.sample.inputs) == {"image", "id"}
@@ -255,6 +364,8 @@ class Without(utils.Dataset):
         (weighted(np.ones(200), replacement=False), "draws 200 of 200 samples without replacement"),
         (weighted(np.zeros(200)), "negative, not finite, or all 0"),
         (dataloader(sampler=utils.SubsetRandomSampler(range(9))), "a SubsetRandomSampler, and the order"),
+        (dataloader(sampler=utils.RandomSampler(range(200), num_samples=8)), "gives 8 of 200 samples; .*Subset"),
+        (dataloader(sampler=utils.SequentialSampler(range(9))), "gives 9 of 200 samples; .*Subset"),
         (dataloader(batch_sampler=utils.BatchSampler(range(9), 3, True)), "a batch sampler of its own, and the order"),
         (utils.TensorDataset(torch.zeros(9, 3)), "a sample is a tuple of 1"),
         ({"train": Digits()}, "there is no part 'validation' among train"),

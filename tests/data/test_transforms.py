@@ -315,6 +315,10 @@ FAULTS = {
         ["made a (8, 8, 1) uint8 of sample 0, not a (8, 8, 1) uint8, b (8, 8, 1) uint8"],
     ),
     "raises": (dict(own=lambda x, rng: x[99]), ["failed on sample 0: IndexError"]),
+    "other generator": (
+        dict(own=lambda x, rng: x + np.random.randint(0, 2, x.shape, np.uint8)),
+        ["makes other values of the same sample and rng", "draw from rng alone"],
+    ),
     "no rng": (dict(own=lambda x: x), ["failed on sample 0: TypeError"]),
     "nan": (dict(own=lambda x, rng: x * np.float32("nan"), inputs=IMAGES.astype(np.float32)), ["NaN", "sample 0"]),
     "missing": (dict(listed=[{"name": "own_transforms:none"}]), ["has no function 'none'"]),

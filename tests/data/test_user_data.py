@@ -446,3 +446,34 @@ def test_a_first_sample_of_whole_numbers_cuts_no_others(rows, labels, line, stre
     else:
         inputs, found = source.fetch(np.arange(3))
         assert (inputs["input"] == np.array(rows)).all() and (found["label"] == np.array(labels)).all()
+
+
+class Fetched:
+    """An object with ``fetch``; ``change``: what it does to the inputs."""
+
+    num_classes, fingerprint = 2, "x"
+
+    def __init__(self, change):
+        self.change = change
+
+    def __len__(self):
+        return 40
+
+    def fetch(self, indices):
+        x = np.sin(np.add.outer(7.0 * indices, np.arange(5)))
+        return self.change(x), indices % 2
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda x: x - x.mean(0), "fetch makes a sample's values of the others that are fetched with it"),
+        (lambda x: x + np.random.rand(*x.shape), "fetch gives other values for the same indices, .*data.transforms"),
+        (lambda x: x / np.abs(x).max(), "fetch makes a sample's values of the others"),
+    ],
+)
+def test_a_fetch_that_depends_on_more_than_the_index_is_refused(change, told):
+    same = Fetched(lambda x: x)
+    with pytest.raises(DataError, match=told):
+        open_data(DataConfig(name="a:b"), TaskConfig(), (Fetched(change), same))
+    assert len(open_data(DataConfig(name="a:b"), TaskConfig(), (same, same)).train) == 40

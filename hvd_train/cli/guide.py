@@ -21,7 +21,7 @@ MOST, SHOWN = 8, 80  # maximum pages of a search, and characters of each page's 
 
 # Pages in the folder ``recipes``, which ``hvd-train init`` turns into files.
 RECIPES = (
-    "regression", "multi-label", "imbalanced", "segmentation", "autoencoder", "k-fold",
+    "regression", "words-and-gaps", "multi-label", "imbalanced", "segmentation", "autoencoder", "k-fold",
     "forecasting", "text-classification", "transfer-learning", "trackers", "notebook", "gan", "reinforcement-learning",
     "from-lightning", "from-accelerate", "from-keras",
 )  # fmt: skip

@@ -121,7 +121,7 @@ class Preparation:
         if not ids:
             return matrix, tuple(names), remarks
         named = {NUMBERS: matrix} if parts else {}
-        return named | ids, {NUMBERS: tuple(names)} if parts else {}, remarks
+        return named | ids, dict.fromkeys(ids, ()) | dict.fromkeys(named, tuple(names)), remarks
 
     def _words(self, name: str, x: np.ndarray, facts: Mapping[str, Any], remarks: list[str]) -> tuple[Any, Any]:
         """Return ids (n,), 0 for words that the training samples lack, and where a cell is empty (n,)."""
@@ -153,7 +153,7 @@ def _scaled(x: np.ndarray, facts: Mapping[str, Any]) -> tuple[np.ndarray, np.nda
     return np.where(gaps & ("fill" not in facts), 0.0, scaled), gaps
 
 
-def described(fitted: Facts) -> list[tuple[str, str, str, str]]:
+def table_of(fitted: Facts) -> list[tuple[str, str, str, str]]:
     """Return a row for each column: its name, kind, what fills gaps, and its words or scale."""
     rows = []
     for facts in fitted:

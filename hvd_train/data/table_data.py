@@ -70,7 +70,8 @@ def _features(
     learned = set(labels)
     others = [name for name in have if name not in learned]
     if run is not None and config.fitted:  # its inputs have other columns, which were made of these
-        return [facts["column"] for facts in config.fitted], []
+        names = [facts["column"] for facts in config.fitted]
+        return names, [] if config.features else _left_out([name for name in others if name not in names])
     if run is None:
         return (config.features, []) if config.features else _without_index(others)
     columns = next(iter(run.inputs.values())).columns
@@ -84,12 +85,12 @@ def _features(
     if config.features and set(config.features) != set(columns):
         what = f"data.features are {listing(config.features)}, and the run was trained with {listing(columns)}"
         raise DataError(what, where="data.features", fix="leave it out: the run knows its columns")
-    extra = [] if config.features else [name for name in others if name not in columns]
-    if not extra:
-        return list(columns), []
-    verb = "is" if len(extra) == 1 else "are"
-    remark = f"{noun_and_names('column', extra)} {verb} left out: the run was trained without"
-    return list(columns), [remark]
+    return list(columns), [] if config.features else _left_out([name for name in others if name not in columns])
+
+
+def _left_out(names: Sequence[str]) -> list[str]:
+    verb = "is" if len(names) == 1 else "are"
+    return [f"{noun_and_names('column', names)} {verb} left out: the run was trained without"] * bool(names)
 
 
 def _without_index(names: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 SUFFIXES = (".csv", ".tsv", ".parquet", ".jsonl")
 TYPED = (".parquet", ".jsonl")  # columns have types, so text that looks like numbers is text
 BLOCK = 1 << 20  # pyarrow's default
-FIX = "correct it, or leave the row or the column out"
+FIX = "correct it, or leave the row or the column out; words of features belong into data.categories"
 WORDS = "correct it, or leave the row out; words are classes only with task.loss: cross_entropy, else number them"
 WORDS_OF_FEATURES = "correct it, list the column in data.categories if it holds words, or leave it out"
-GAPS = "leave the row or the column out; gaps of features are filled by data.missing"
+GAPS = "leave the row or the column out; data.missing fills gaps of features"
 MIXED = "correct it; or list data.classes, as words"
 KINDS = {"int64": "whole number of 64 bits", "float64": "number"}
 

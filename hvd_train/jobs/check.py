@@ -57,7 +57,8 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
         data |= {"checkpoint": {"save_top_k": 0, "save_last": False}, "early_stopping": None, "swa": None}
         trainer = Trainer(Config.model_validate(data), job.frontend, update, job.data.train, job.data.val, run_dir, log)
         trainer.restore(None)
-        log.message("\n".join([messages.start(job, trainer, None), messages.weight_names(job), *config.notes]))
+        facts = [messages.start(job, trainer, None), messages.prepared_columns(job), messages.weight_names(job)]
+        log.message("\n".join([*filter(None, facts), *config.notes]))
         if first and ":" in config.model.name and not job.session.links:
             warn_of_probabilities(job, log)
         summary = trainer.fit()

@@ -14,6 +14,7 @@ from hvd_train.core.loop import Trainer
 from hvd_train.core.shares import SHOWN, described, duration
 from hvd_train.data.dataset import DataSet
 from hvd_train.data.number_labels import remark_on_ignored
+from hvd_train.data.preparation import table_of
 from hvd_train.errors import CheckpointError, amount, listing, printable
 from hvd_train.jobs.job import Job, described_inputs
 from hvd_train.jobs.resume import best_rule
@@ -21,6 +22,7 @@ from hvd_train.protocol import Sample
 from hvd_train.report.text_tables import table
 from hvd_train.run_folder.terminal import warn
 
+COLUMNS = ("column", "holds", "gaps", "words or scale")
 LONG_RUN = 60.0  # seconds from which the end of a run says what they were spent on
 
 
@@ -56,6 +58,10 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
         lines.append(_division(costs, c.parallel.split, "stage" if trainer.groups.links else "device"))
     # The shape as the model sees it, so that a wrong axis order is obvious.
     lines.append(f"the model gets {described_inputs(c, job.data.sample)}")
+    if fitted := job.data.fitted:
+        lines.append(
+            f"{amount(len(fitted), 'column')} prepared by {len(job.data.train):,} training samples (--check lists them)"
+        )
     # A note of both splits is printed once.
     notes = (getattr(part, "note", "").splitlines() for part in (job.data.train, job.data.val))
     lines += dict.fromkeys(line for part in notes for line in part)
@@ -84,6 +90,11 @@ def _ignored_labels(job: Job) -> list[str]:
             ignored = one.ignore_index if one.user_loss.ignored is None else one.user_loss.ignored
             lines.append(remark_on_ignored(job.data.train, name, ignored, one.loss.rpartition(":")[2]))
     return [*filter(None, lines)]
+
+
+def prepared_columns(job: Job) -> str:
+    """List how each column of a table is prepared; "" if none is."""
+    return table(COLUMNS, table_of(job.data.fitted)) if job.data.fitted else ""
 
 
 def weight_names(job: Job) -> str:

@@ -29,6 +29,7 @@ TORCH_ALONE = {"from-lightning"}
 # What each training of the page comes to, at least: a number of its last line.
 REACHED = {
     "regression": (r"r2 ([\d.]+)", 0.45),
+    "words-and-gaps": (r"accuracy ([\d.]+)", 0.95),
     "multi-label": (r"f1 macro ([\d.]+)", 0.9),
     "imbalanced": (r"balanced accuracy ([\d.]+)", 0.85),
     "segmentation": (r"iou ([\d.]+)", 0.4),

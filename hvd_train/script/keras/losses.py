@@ -63,7 +63,7 @@ class DistributedLoss:
         weights = sample_weight if by_weight else None
         if not summed and (opaque or weights is None and not masked):
             return value
-        weight = None if summed else _Ones(values)(y_true, y_pred, weights)
+        weight = None if summed else _Ones(values)(y_true, y_pred, _copied(weights))
         if self._reduction.count is not None:
             return self._reduction.whole(value, weight)
         if self._reduction.window.samples is None:  # outside of a step
@@ -94,8 +94,9 @@ class DistributedLoss:
             warnings.warn(f"evaluation: the loss {self.loss.name} {what}: one process has other batches", stacklevel=2)
         self._warned = True
 
-    def _observed(self, *batch: Any) -> tuple[Any, Any]:
+    def _observed(self, *given: Any) -> tuple[Any, Any]:
         """Return (the loss' unreduced values, None if it reduces by itself; its result)."""
+        *batch, weights = given
         unreduced: list[Any] = []
         call = self.loss.call
 
@@ -106,10 +107,15 @@ class DistributedLoss:
         # Set on the instance, so that deleting it restores the class' ``call``.
         self.loss.call = observed
         try:
-            value = self.loss(*batch)
+            value = self.loss(*batch, _copied(weights))
         finally:
             del self.loss.call
         return (unreduced[0] if len(unreduced) == 1 else None), value
+
+
+def _copied(weights: Any) -> Any:
+    """Return a copy of sample weights: on PyTorch a masked loss of Keras 3.15 scales them in place, before metrics."""
+    return weights if weights is None or keras.backend.backend() != "torch" else keras.ops.copy(weights)
 
 
 def share_losses(model: Any, reduction: Reduction, patches: Patches) -> None:
@@ -272,7 +278,7 @@ def kind_over_samples(loss: Any, *batch: Any) -> str:
     """Classify ``loss``, a function of a batch, by its values on a whole batch and on two parts of it."""
     try:
         (whole, first, last), share = whole_and_parts(loss, *batch)
-        first, last, both = (float(keras.ops.sum(x)) for x in (first, last, whole))
+        first, last, both = (float(keras.ops.stop_gradient(keras.ops.sum(x))) for x in (first, last, whole))
     except Exception:  # it may need pairs of samples or a fixed batch size
         return "neither"
     # On PyTorch Keras 3.15 computes some losses in 32 bits, whatever dtype they return.

@@ -237,6 +237,8 @@ def test_a_loss_that_cannot_be_joined_is_named(results):
         assert line.startswith("the loss summed_squares is 0 or not a number for the first samples")
         assert not any(told.size for told in (first["own/sample"], second["own/sample"], second["own/zero"]))
         assert not first["own/annealed"].size
+        *counted, by_hand = first["own/weighted_metric"]
+        np.testing.assert_allclose(counted, by_hand, rtol=1e-6)
         (line,) = first["own/listed"]
         assert line.startswith("the metric listed keeps its state outside of Keras' variables: each rank has")
         (line,) = first["own/weighed"]

@@ -165,7 +165,22 @@ def own_losses():
     results["own/correlation"] = np.array(told_correlation())
     results["own/metrics"] = np.array(told_metrics())
     results |= one_a_rank() | own_states()
+    results["own/weighted_metric"] = np.array(weighted_metric())
     return results | {f"batches/{k}": v for k, v in own_batches().items()}
+
+
+def weighted_metric():
+    """A metric with a mask and weights of samples, in ``fit`` and in ``evaluate``, and what it is by hand."""
+    x, y = sequences()
+    weights = np.repeat(np.linspace(0.1, 3, COUNT)[:, None], 7, 1)
+    model = reader()
+    model.compile(SGD(0.0), cross_entropy(), weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="hits")])
+    hk.distribute(model)
+    history = model.fit(x, y, batch_size=BATCH, sample_weight=weights, shuffle=False, verbose=0).history
+    scored = model.evaluate(x, y, batch_size=BATCH, sample_weight=weights, verbose=0)[1]
+    counted = weights * (x > 0)
+    hits = model.predict(x, batch_size=BATCH, verbose=0).argmax(-1) == y
+    return [history["hits"][0], scored, (hits * counted).sum() / counted.sum()]
 
 
 class Annealed(keras.losses.Loss):

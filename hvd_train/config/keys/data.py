@@ -81,12 +81,11 @@ class DataConfig(Section):
     )
     encoding: Literal["one_hot", "ids"] = Field(
         "one_hot",
-        description="table: words as a column of 0 and 1 each, or as ids in an input of their own, 0: unknown",
+        description="table: words as columns of 0 and 1, or as ids, in an input of their own with 0 for unknown",
     )
     missing: Missing | dict[str, Missing] = Field(
         "refuse",
-        description="table: what fills empty cells of features, also {column: ...}; words get the most frequent one; "
-        "flag: 0, and a column that says so",
+        description="table: what fills empty cells of features; flag: 0, and a column that says so; or {column: ...}",
     )
     scale: Literal["standard", "minmax", "none"] = Field(
         "none", description="table: numbers get mean 0 and deviation 1, or the range 0 to 1, by the training samples"

@@ -183,6 +183,9 @@ def _prepared(
             train, _ = whole.fold(*config.fold) if config.fold else whole.split(config.val_fraction)
             made = np.asarray(train.rows)
         fitted = preparation.fit(made)
+    elif config.fitted and not classes.run:
+        what = "data.fitted is given, and nothing is computed from these training samples (leave it out to do so)"
+        remarks = [*remarks, what]
     inputs, input_names, told = preparation.inputs()
     lines = [*remarks, *told]
     source = Arrays(inputs, columns, str(table.path), classes, task, table.notes, False, lines, (input_names, names))

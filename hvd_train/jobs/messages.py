@@ -59,9 +59,7 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     # The shape as the model sees it, so that a wrong axis order is obvious.
     lines.append(f"the model gets {described_inputs(c, job.data.sample)}")
     if fitted := job.data.fitted:
-        lines.append(
-            f"{amount(len(fitted), 'column')} prepared by {len(job.data.train):,} training samples (--check lists them)"
-        )
+        lines.append(f"{amount(len(fitted), 'column')} prepared as in data.fitted of config.yaml (--check lists them)")
     # A note of both splits is printed once.
     notes = (getattr(part, "note", "").splitlines() for part in (job.data.train, job.data.val))
     lines += dict.fromkeys(line for part in notes for line in part)

@@ -25,7 +25,7 @@ from tests.limits import SECONDS
 TEXT_LINES = 30
 FOLDER = guide.PAGES / "recipes"
 CONFIGURED = [name for name in guide.RECIPES if "job.yaml" in init.contents(name)[0]]
-TORCH_ALONE = {"from-lightning"}
+TORCH_ALONE = {"from-lightning", "from-pytorch"}
 # What each training of the page comes to, at least: a number of its last line.
 REACHED = {
     "regression": (r"r2 ([\d.]+)", 0.45),
@@ -40,6 +40,8 @@ REACHED = {
     "transfer-learning": (r"done: .* accuracy ([\d.]+)", 0.57),
     "trackers": (r"accuracy ([\d.]+)", 0.8),
     "notebook": (r"0\.01: ([\d.]+)", 0.85),
+    "from-pytorch": (r"accuracy ([\d.]+)", 0.8),
+    "from-scikit-learn": (r"\[16\] +3 +\S+ ± \S+ +([\d.]+)", 0.68),
     "from-lightning": (r"accuracy ([\d.]+)", 0.85),
     "gan": (r"generator ([\d.]+)", 0.3),
     "reinforcement-learning": (r"stands for (\d+) of 200", 50),

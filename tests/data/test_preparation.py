@@ -72,6 +72,13 @@ def test_folds_are_fitted_on_their_own_training_samples():
         np.testing.assert_allclose(numbers.std(0), 1, atol=1e-6)
 
 
+def test_what_was_fitted_may_be_given():
+    keys = {"categories": "auto", "missing": "mean", "scale": "standard"}
+    first = opened(**keys)
+    again = opened(**keys, fitted=first.fitted, fold=[1, 3])
+    assert again.fitted == first.fitted and "data.fitted is given" in again.remarks[0] and not first.remarks
+
+
 def test_gaps_that_are_flagged():
     missing = dict.fromkeys(NUMBERS, "median") | {"sex": "flag", "bill_length_mm": "flag"}
     data = opened(categories="auto", missing=missing, scale="standard")
@@ -183,7 +190,7 @@ def test_a_run_keeps_what_it_fitted(framework, tmp_path):
         told = run(*words)
         losses.append(json.loads((where / "summary.json").read_text())["val_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
-    assert "columns prepared by 275 training samples" in told.stdout
+    assert "7 columns prepared as in data.fitted of config.yaml" in told.stdout
     path = ["--run-dir", folder_of_run]
     scored, predicted, elsewhere, checked = commands(
         ["eval", *path],

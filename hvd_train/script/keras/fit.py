@@ -35,7 +35,10 @@ from hvd_train.script.shared.record import recording
 from hvd_train.script.shared.slow_rank import SlowRankReport
 from hvd_train.script.shared.weight_check import WeightCheck
 
-DIFFER_FIX = "change weights and settings on all ranks alike: no callback may decide by the data of its rank"
+DIFFER_FIX = (
+    "change weights and settings on all ranks alike: no callback may decide by the data of its rank, and no train_step "
+    "may move weights by gradients of its rank (hk.reduce joins them)"
+)
 HAND_FIX = "a GradientTape gives gradients of this rank alone: pass them to optimizer.apply, or to hk.reduce first"
 ORDER_FIX = (
     "look at the data set (next(iter(data))) and draw numbers on all ranks or on none; a new data set may be "

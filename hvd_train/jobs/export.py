@@ -72,7 +72,10 @@ def export(
     _write(output, done.content)
     names_file = _names_file(output)
     if _names(trained.sample):
-        about = {**trained.about, **{key: json.loads(names) for key, names in _names(trained.sample).items()}}
+        read = {
+            key: json.loads(text) for key, text in trained.about.items() if key in (*_names(trained.sample), PREPARED)
+        }
+        about = {**trained.about, **read}
         _write(names_file, (json.dumps(about, indent=1, ensure_ascii=False) + "\n").encode())
     say(f"{to}: {output} ({config.model.name}, step {snapshot.step:,}, {len(done.content):,} bytes)")
     say(f"inputs and outputs: {_signature(trained, done, framework or FRAMEWORKS[config.framework])}")
@@ -80,6 +83,9 @@ def export(
         say(f"names of {' and '.join(_names(trained.sample))}: {names_file}")
     say(f"to load it: {done.load.replace('{path}', repr(str(output)))}")
     return 0
+
+
+PREPARED = "prepared"  # how the columns of the table were made inputs: data.fitted
 
 
 def _names_file(output: Path) -> Path:
@@ -123,6 +129,8 @@ def _trained(config: Config, snapshot: store.Snapshot) -> Trained:
         "num_classes": str(sample.num_classes),
         **_names(sample),
     }
+    if fitted := snapshot.config().data.fitted:
+        about[PREPARED] = json.dumps(fitted, ensure_ascii=False)
     return Trained(FrontEndConfig.of(config), arrays, sample, about, scale)
 
 

@@ -192,12 +192,16 @@ def test_a_run_keeps_what_it_fitted(framework, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     assert "7 columns prepared as in data.fitted of config.yaml" in told.stdout
     path = ["--run-dir", folder_of_run]
-    scored, predicted, elsewhere, checked = commands(
+    scored, predicted, elsewhere, checked, exported = commands(
         ["eval", *path],
         ["predict", *path, "-o", tmp_path / "own.csv"],
         ["predict", *path, "--set", f"data.path={other}", "-o", tmp_path / "other.csv.npy"],
         ["fit", "--check", "--run-dir", tmp_path / "none", *sets],
+        ["export", *path, "--to", "safetensors", "-o", tmp_path / "model.safetensors"],
     )
+    assert exported.code == 0, exported
+    said = json.loads((tmp_path / "model.safetensors.json").read_text())["prepared"]
+    assert [one["column"] for one in said] == ["island", *NUMBERS[:4], "sex", "year"]
     assert scored.code == predicted.code == elsewhere.code == checked.code == 0, (scored, predicted, elsewhere, checked)
     assert json.loads(scored.out)["loss"] == pytest.approx(losses[0], rel=1e-12) and "note" not in scored.err
     assert "Rose not among the training samples" in elsewhere.err and "column note is left out" in elsewhere.err

@@ -7,6 +7,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -63,6 +64,8 @@ def _serve(connection: Connection, others: list[Connection], work: Callable[...,
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the rank, which saves first
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _close(others)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)  # the threads of the process that was forked are not here, and would be waited for
     with suppress(EOFError, OSError):
         while True:
             arguments = connection.recv()

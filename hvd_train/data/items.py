@@ -9,6 +9,7 @@ data set is known to draw none. Each sample is collated on its own: how many of 
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -60,6 +61,7 @@ class Items:
     """
 
     weights: np.ndarray | None = None  # (n,): with what probability training draws each sample
+    _ends: np.ndarray | None = None  # (n,): the sums of weights up to each sample
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class Items:
         self._own = [one for part in (dataset, collate) for one in generators_of(part)]
         self.still = _draws_nothing(dataset) and not collate
         few = sorted({*np.linspace(0, self._length - 1, LOOKED_AT).astype(int).tolist()}) if self._length else []
-        self.random = False
+        self.random, before = False, _tensorflow_runs()
         if self._length and not collate:
             with generators_kept():
                 self._pair(dataset[0])  # it may be none
@@ -87,6 +89,8 @@ class Items:
             self._try(few)
             if collate and self._length > 2:
                 self._check_collate(collate)
+        # A process that is forked after TensorFlow has begun to compute waits for its threads forever.
+        self._forks = before or not _tensorflow_runs()
         self.fingerprint = self._fingerprint(few)
         self.num_classes = _classes_of(dataset)
 
@@ -120,7 +124,7 @@ class Items:
         """Return the data set of these samples."""
         one = object.__new__(type(self))
         weights = None if self.weights is None else self.weights[rows]
-        vars(one).update(vars(self) | {"rows": self.rows[rows], "weights": weights})
+        vars(one).update(vars(self) | {"rows": self.rows[rows], "weights": weights, "_ends": None})
         one.fingerprint = hashlib.sha256(f"{self.fingerprint} {one.rows.tobytes().hex()}".encode()).hexdigest()
         return one
 
@@ -140,10 +144,11 @@ class Items:
         """Map positions (k,) in an epoch to indices of samples (k,), each drawn on its own by ``weights``."""
         assert self.weights is not None
         uniform = stream(mix(seed, epoch), np.asarray(positions).astype(np.uint64)) / 2.0**64
-        ends = np.cumsum(self.weights)
+        if self._ends is None:
+            self._ends = np.cumsum(self.weights)
         # The last sample that can be drawn: a product may round up to the sum.
-        last = int(np.flatnonzero(self.weights)[-1])
-        return np.minimum(np.searchsorted(ends, uniform * ends[-1], side="right"), last)
+        last = int(np.searchsorted(self._ends, self._ends[-1]))
+        return np.minimum(np.searchsorted(self._ends, uniform * self._ends[-1], side="right"), last)
 
     def labels_known(self) -> np.ndarray | None:
         """Return the class of each sample (n,) if the data set lists them, as torchvision's do, else None."""
@@ -153,9 +158,11 @@ class Items:
     def begin(self, workers: int) -> None:
         """Fetch in ``workers`` processes from now on, unless it is 1 and samples are known to be not random.
 
+        A data set that computes with TensorFlow is read in this process.
+
         Call it before there are other threads.
         """
-        if not self._workers and (not self.still or workers > 1):
+        if not self._workers and self._forks and (not self.still or workers > 1):
             self._workers = ItemWorkers(workers, self._read, self._where)
 
     def fetch(self, indices: np.ndarray, seed: int = 0, epoch: int = EVALUATION) -> tuple[Any, Any]:
@@ -289,6 +296,13 @@ def _first_of(collated: Any) -> Any:
     if hasattr(collated, "keys"):
         return {key: _first_of(collated[key]) for key in collated.keys()}  # noqa: SIM118
     return [_first_of(one) for one in collated] if isinstance(collated, tuple | list) else _converted(collated)[:1]
+
+
+def _tensorflow_runs() -> bool:
+    """Return whether this process has computed with TensorFlow."""
+    module = sys.modules.get("tensorflow.python.eager.context")
+    context = module.context_safe() if module else None
+    return bool(context and context._initialized)
 
 
 def _draws_nothing(dataset: Any) -> bool:

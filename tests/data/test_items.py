@@ -436,3 +436,49 @@ def test_a_random_data_set_trains_the_same_on_two_ranks(framework, tmp_path):
         assert "samples are random: drawn by (seed, epoch, index)" in done.stdout + done.stderr
         losses.append(json.loads((tmp_path / "runs" / str(ranks) / "summary.json").read_text())["val_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+OF_TENSORFLOW = """
+import numpy as np, tensorflow as tf, time
+from hvd_train.config import load_config
+from hvd_train.data.catalog import open_data
+
+class Rows:
+    targets = [0, 1] * 30
+    def __len__(self):
+        return 60
+    def __getitem__(self, k):
+        return (tf.range(4.0) * k + tf.random.stateless_uniform([4], [1, k])).numpy(), k % 2
+
+config = load_config(base={"data": {"name": "mine:data", "workers": 2}})
+data = open_data(config.data, config.task, (Rows(), Rows()))
+inputs, _ = data.train.drawn(np.arange(60), 0, 0)
+print("read", inputs["input"].shape)
+"""
+
+
+def test_a_data_set_that_computes_with_tensorflow_does_not_wait_forever():
+    pytest.importorskip("tensorflow")
+    line = [sys.executable, "-c", OF_TENSORFLOW]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert "read (60, 4)" in done.stdout, done.stderr[-3000:]
+
+
+class Wide(Digits):
+    """Its samples are computed by all threads of torch."""
+
+    def __getitem__(self, k):
+        image, label = super().__getitem__(k)
+        wide = torch.ones(600, 600) @ torch.ones(600, 600)
+        return image * wide.exp().clamp(max=1).mean(), label
+
+
+def test_a_process_does_not_wait_for_threads_that_it_lacks():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        train = opened((Wide(count=30), Wide(count=30)), workers=2).train
+        assert len(trained_on(train, 2, 2)[0]) == 30
+    finally:
+        torch.set_num_threads(before)

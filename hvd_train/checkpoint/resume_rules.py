@@ -306,6 +306,14 @@ def check_data(snapshot: Snapshot, facts: dict[str, dict[str, Any]]) -> None:
         raise DataError(what, where=str(snapshot.path), fix=fix)
 
 
+def check_prepared(saved: Any, now: Any, checkpoint: Path) -> None:
+    """Refuse columns of a table that are prepared in another way than the run's: weights would get other inputs."""
+    if saved != now:
+        what = "the columns of the table are prepared in another way than in the checkpoint: by other samples or keys"
+        fix = "keep the run's data and keys, or copy data.fitted of its config.yaml into the configuration"
+        raise DataError(what, where=str(checkpoint), fix=fix)
+
+
 def check_vocabulary(saved: str, learned: str, file: Path, checkpoint: Path) -> None:
     """Refuse a vocabulary with other token ids than the run's. ``saved``: the run's in ``file``, if any."""
     if saved and json.loads(saved) != json.loads(learned):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from hvd_train.data.order import permute
 from hvd_train.errors import DataError
 
+MOST_SECONDS = 120.0  # to count samples
 PAIR = "let it give (inputs, labels)"
 
 
@@ -92,10 +94,16 @@ class PipelineStream:
         if int(data.cardinality()) == -1:
             fix = "leave repeat() out: max_epochs says how often it is read"
             raise DataError("the tf.data.Dataset never ends", where=where, fix=fix)
-        self._samples = data.unbatch() if _in_batches(data) else data
-        # Only a pass shows how many samples the last batch has.
+        specs = sys.modules["tensorflow"].nest.flatten(data.element_spec)
+        if any(hasattr(spec, "ragged_rank") for spec in specs):
+            what = "the tf.data.Dataset has ragged tensors, and all samples need one shape"
+            raise DataError(what, where=where, fix="pad them: padded_batch with padded_shapes")
+        batches = _are_batches(specs)
+        self._samples = data.unbatch() if batches else data
         count = int(self._samples.cardinality())
-        self._count = count if count >= 0 else int(self._samples.reduce(np.int64(0), lambda n, *_: n + 1))
+        self._count = count if count >= 0 else _counted(data, batches, where)
+        kind = "a batch, as model.fit takes it" if batches else "one sample"
+        self.remark = f"an element of the tf.data.Dataset is {kind}: {self._count:,} samples"
         spec = repr(data.element_spec)
         self.fingerprint = f"tf.data {self._count} {hashlib.sha256(spec.encode()).hexdigest()}"
 
@@ -107,18 +115,22 @@ class PipelineStream:
         yield from self._samples.skip(start).as_numpy_iterator()
 
 
-def _in_batches(data: Any) -> bool:
-    """Return whether the elements are batches: a step makes them, or their number of rows is open."""
-    name = type(data).__name__
-    if "Unbatch" in name or "FlatMap" in name or "Interleave" in name:
-        return _open(data)
-    return "Batch" in name or _open(data) or any(map(_in_batches, data._inputs()))
+def _are_batches(specs: list[Any]) -> bool:
+    """Return whether elements are batches: their arrays have the first axis in common, as ``model.fit`` wants it."""
+    shapes = [spec.shape for spec in specs]
+    return all(shape.rank for shape in shapes) and len({shape[0] for shape in shapes}) == 1
 
 
-def _open(data: Any) -> bool:
-    # TensorFlow is there already: it made the data set.
-    shapes = [spec.shape for spec in sys.modules["tensorflow"].nest.flatten(data.element_spec)]
-    return all(shape.rank and shape[0] is None for shape in shapes)
+def _counted(data: Any, batches: bool, where: str) -> int:
+    """Count the samples in a pass: only that shows how many the last batch has, or how long a generator is."""
+    count, ends = 0, time.perf_counter() + MOST_SECONDS
+    for element in data.as_numpy_iterator():
+        count += len(_first(element[0])) if batches else 1
+        if time.perf_counter() > ends:
+            what = f"the tf.data.Dataset has not ended after {MOST_SECONDS:.0f} s and {count:,} samples"
+            fix = "let its generator end, or cut it: data.take(n)"
+            raise DataError(what, where=where, fix=fix)
+    return count
 
 
 def _first(value: Any) -> Any:

@@ -85,6 +85,9 @@ class Items:
         if self._length and not collate:
             with generators_kept():
                 self._pair(dataset[0])  # it may be none
+        if self._length and images is None:
+            with generators_kept():
+                self._check_axes(self._pair(self._sample(0))[0])
         if self._length and not self.still:
             self._try(few)
             if collate and self._length > 2:
@@ -193,8 +196,8 @@ class Items:
                 seed_all(mix(mix(seed, epoch), key), self._own)
             items.append(self._sample(row))
         pairs = [self._pair(item) for item in items]
-        collated, moves = self._collate is not None, self._images is not False
-        inputs, labels = ([_converted(pair[k], collated, moves) for pair in pairs] for k in (0, 1))
+        collated, images = self._collate is not None, self._images
+        inputs, labels = ([_converted(pair[k], collated, images) for pair in pairs] for k in (0, 1))
         return _stacked(inputs, self._where, collated), _stacked(labels, self._where, collated)
 
     def _pair(self, item: Any) -> tuple[Any, Any]:
@@ -244,6 +247,15 @@ class Items:
         item = self._dataset[row]
         return self._collate([item]) if self._collate else item
 
+    def _check_axes(self, inputs: Any) -> None:
+        """Refuse tensors of which nobody can say whether they are images."""
+        for x in [inputs[key] for key in inputs.keys()] if hasattr(inputs, "keys") else [inputs]:  # noqa: SIM118
+            shape = tuple(getattr(x, "shape", ()))[self._collate is not None :]
+            if _is(x, "torch", "Tensor") and len(shape) == 3 and shape[0] in CHANNELS and shape[-1] in CHANNELS:
+                what = f"tensors of {shape} may be images, (channels, height, width), or something else"
+                fix = "set data.images: true if they are images; false if not, and they keep their axes"
+                raise DataError(what, where=self._where, fix=fix)
+
     def _check_collate(self, collate: Callable[[list[Any]], Any]) -> None:
         """Refuse a collator that makes a sample's values of the others in its list."""
         rows = np.unique(np.linspace(0, self._length - 1, 2 * BESIDE + 1).astype(int)).tolist()
@@ -279,14 +291,14 @@ class Items:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _converted(value: Any, batched: bool = False, images: bool = True) -> Any:
+def _converted(value: Any, batched: bool = False, images: bool | None = None) -> Any:
     """Convert tensors and Pillow's images to arrays; PyTorch's images, (channels, height, width), get channels last."""
     if hasattr(value, "keys"):
         return {key: _converted(value[key], batched, images) for key in value.keys()}  # noqa: SIM118
     if _is(value, "PIL", "Image"):
         return upright(value)
-    image = images and _is(value, "torch", "Tensor") and value.ndim == 3 + batched
-    if image and value.shape[batched] in CHANNELS and value.shape[-1] not in CHANNELS:
+    image = images is not False and _is(value, "torch", "Tensor") and value.ndim == 3 + batched
+    if image and value.shape[batched] in CHANNELS and (images or value.shape[-1] not in CHANNELS):
         value = value.movedim(int(batched), -1)
     return value.detach().cpu().numpy() if _is(value, "torch", "Tensor") else np.asarray(value)
 

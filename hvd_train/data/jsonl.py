@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,13 @@ def first_keys(path: Path) -> list[str]:
     raise DataError("the file has no line", where=str(path))
 
 
-def read_jsonl(path: Path, names: Sequence[str]) -> tuple[dict[str, ChunkedArray], list[str]]:
-    """Read these keys of all lines; also return the keys that are missing in the first line."""
+def read_jsonl(
+    path: Path, names: Sequence[str], gaps: Collection[str] = ()
+) -> tuple[dict[str, ChunkedArray], list[str]]:
+    """Read these keys of all lines; also return the keys that are missing in the first line.
+
+    ``gaps``: the names whose value may be missing.
+    """
     import pyarrow
 
     values: dict[str, list[Any]] = {name: [] for name in names}
@@ -41,12 +46,13 @@ def read_jsonl(path: Path, names: Sequence[str]) -> tuple[dict[str, ChunkedArray
             if record.keys() != first.keys():
                 late |= dict.fromkeys(key for key in record if key not in first and key not in values)
             for name, column in values.items():
-                if record.get(name) is None:
+                if record.get(name) is None and name not in gaps:
                     raise DataError(f"'{name}' has no value", where=f"{path}, line {number}", fix=FIX)
-                column.append(record[name])
+                column.append(record.get(name))
     columns = {}
     for name, column in values.items():
-        if 0 < (count := sum(isinstance(value, bool) for value in column)) < len(column):
+        there = sum(value is not None for value in column)
+        if 0 < (count := sum(isinstance(value, bool) for value in column)) < there:
             what = f"'{name}' holds values of several kinds: true or false in {count:,} of {len(column):,} lines"
             raise DataError(what, where=str(path), fix=FIX)
         try:

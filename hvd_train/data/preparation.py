@@ -6,12 +6,14 @@ each column in the order of the inputs. ``eval`` and ``predict`` use the run's.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_train.config import DataConfig
+from hvd_train.data.column import loses_differences
 from hvd_train.data.tables import Table
 from hvd_train.errors import DataError, listing
 
@@ -95,6 +97,7 @@ class Preparation:
         ids, remarks = dict[str, np.ndarray](), list[str]()
         parts: list[np.ndarray] = []
         names: list[str] = []
+        told = "{} holds numbers that float32 rounds, or whose differences it rounds (set data.scale: standard)"
         for facts in self.fitted:
             x = self._columns[name := facts["column"]]
             numbers, flags = self._words(name, x, facts, remarks) if facts["kind"] == "words" else _scaled(x, facts)
@@ -108,10 +111,14 @@ class Preparation:
                 numbers = (numbers[:, None] == np.arange(1, len(facts["values"]) + 1)).astype(np.float64)
             else:
                 names.append(name)
+                if _rounds(numbers):
+                    remarks.append(told.format(f"column '{name}'"))
             parts.append(numbers.reshape(len(x), -1))
             if facts.get("flag"):
                 names.append(f"{name} missing")
                 parts.append(flags[:, None])
+        if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+            raise self._error(twice[0], "two columns would have this name", "rename one of them")
         matrix = np.concatenate(parts, axis=1) if parts else np.zeros((len(x), 0))
         with np.errstate(over="ignore"):
             matrix = matrix.astype(np.float32)
@@ -144,6 +151,14 @@ class Preparation:
 
     def _error(self, name: str, what: str, fix: str) -> DataError:
         return DataError(what, where=f"{self._table.path}, column '{name}'", fix=fix)
+
+
+def _rounds(values: np.ndarray) -> bool:
+    """Return whether float32 rounds whole numbers (n,), or the differences of others."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        stored = values.astype(np.float32)
+        whole = (values == np.rint(values)).all() and (stored != values).any()
+    return bool(whole) or bool(loses_differences(values[:, None], stored[:, None]).any())
 
 
 def _scaled(x: np.ndarray, facts: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:

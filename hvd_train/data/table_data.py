@@ -48,7 +48,7 @@ def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
         if part == "test" and not request.reads_test:
             continue
         _check_columns(file, features, labels, request.run)
-        table = tables.Table.read(file, columns)
+        table = tables.Table.read(file, columns, features if prepares(config) else ())
         if table.late and not parts and not config.features and not request.run:
             remarks.append(f"{noun_and_names('key', table.late)} of {file} left out, as its first line lacks them")
         of_part = _of_lists if any(table.is_list(name) for name in columns) else _of_table

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ FIX = "correct it, or leave the row or the column out; words of features belong 
 WORDS = "correct it, or leave the row out; words are classes only with task.loss: cross_entropy, else number them"
 WORDS_OF_FEATURES = "correct it, list the column in data.categories if it holds words, or leave it out"
 GAPS = "leave the row or the column out; data.missing fills gaps of features"
+NUMERIC = ("int", "uint", "float", "double", "halffloat", "decimal")
 MIXED = "correct it; or list data.classes, as words"
 KINDS = {"int64": "whole number of 64 bits", "float64": "number"}
 
@@ -128,8 +129,11 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, path: Path, names: Sequence[str]) -> Table:
-        """Read columns of a file; cells of a csv file stay text, as their first rows do not tell the type."""
+    def read(cls, path: Path, names: Sequence[str], gaps: Collection[str] = ()) -> Table:
+        """Read columns of a file; cells of a csv file stay text, as their first rows do not tell the type.
+
+        ``gaps``: columns in which a line of JSON may lack a value.
+        """
         import pyarrow
         from pyarrow import parquet
 
@@ -138,7 +142,7 @@ class Table:
             if _suffix(path) == ".jsonl":
                 # Python's objects are several times as large as their text.
                 check_free(8 * path.stat().st_size, "reading the lines", str(path), "store it as Parquet")
-                return cls(path, *read_jsonl(path, names))
+                return cls(path, *read_jsonl(path, names, gaps))
             if _suffix(path) == ".parquet":
                 size = parquet_size(path, names)
             else:  # estimated for columns of equal width
@@ -306,20 +310,17 @@ class Table:
         ``kind``: "number" or "words"; "": a column of text is one of words, if ``words`` are asked for, and if no cell
         is a number.
         """
-        import pyarrow.compute as pc
-
-        column = self._trimmed(name)
+        column = self._marked(name)
         text = str(column.type) == "string"
-        if text:
-            gap = pc.is_in(pc.utf8_lower(column), value_set=_strings([*MISSING, "?"]))
-            column = pc.if_else(gap, None, column)
         if not kind:
             kind = self._kind(name, column, words) if text else "number"
         if kind == "words":
-            return np.array(column.cast("string").to_pylist(), object)
+            # Numbers and booleans of a typed file are written as Python and pandas write them into a CSV file.
+            cells = column.to_pylist()
+            return np.array([None if x is None or x != x else str(x) for x in cells], object)
         if text:
             values = self._parsed(name, column, "float64", WORDS_OF_FEATURES)
-        elif str(column.type) == "bool" or str(column.type).startswith(("int", "uint", "float", "double", "decimal")):
+        elif str(column.type) in ("bool", "null") or str(column.type).startswith(NUMERIC):
             values = np.asarray(column.cast("float64", safe=False))
         else:
             fix = "name others in data.features; dates and times belong into data.dates"
@@ -340,14 +341,29 @@ class Table:
         """Return a column of dates or times as days since 1970 (n,) float64, NaN where a cell is empty."""
         import pyarrow
 
-        column = self._trimmed(name)
+        column = self._marked(name)
+        where, fix = f"{self.path}, column '{name}'", "write dates as 2026-11-30, times as 2026-11-30 12:00:00"
+        if not str(column.type).startswith(("string", "date", "timestamp", "null")):
+            raise DataError(f"a column of type {column.type} holds no dates", where=where, fix=fix)
         try:
-            stamps = column.cast(pyarrow.timestamp("us"))
+            try:
+                stamps = column.cast(pyarrow.timestamp("us"), safe=False)
+            except pyarrow.ArrowInvalid:  # with time zones
+                stamps = column.cast(pyarrow.timestamp("us", tz="UTC"), safe=False)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
-            where, fix = f"{self.path}, column '{name}'", "write dates as 2026-11-30, times as 2026-11-30 12:00:00"
             raise DataError(f"it holds no dates: {reason(error)}", where=where, fix=fix) from error
         micro = np.asarray(stamps.cast("int64").cast("float64", safe=False), np.float64)
         return micro / 86_400e6
+
+    def _marked(self, name: str) -> ChunkedArray:
+        """Return a column whose words for a missing value are none."""
+        import pyarrow.compute as pc
+
+        column = self._trimmed(name)
+        if str(column.type) != "string":
+            return column
+        gap = pc.is_in(pc.utf8_lower(column), value_set=_strings([*MISSING, "?"]))
+        return pc.if_else(gap, None, column)
 
     def at(self, name: str, row: int) -> str:
         """Return where a cell is, for messages."""

@@ -93,7 +93,9 @@ def _source(
             raise DataError(what, where="data.lengths", fix="give an object with fetch and lengths")
         if config.workers > 1:
             raise DataError("a stream is read by one thread, in order", where="data.workers", fix="set it to 1")
-        return UserStream(part, config, task, where, classes)
+        stream = UserStream(part, config, task, where, classes)
+        stream.note = "\n".join(filter(None, [stream.note, getattr(part, "remark", "")]))
+        return stream
     if isinstance(part, dict) or len(part) != 2:
         raise DataError(
             f"the part is {_describe(part)}", where=where, fix="give (inputs, labels): two arrays, or dicts of arrays"

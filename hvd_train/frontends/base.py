@@ -133,6 +133,10 @@ class StateTree(NamedArrays):
         """Run the user's step on a batch to count the weights of its losses (losses,)."""
         raise NotImplementedError  # of a framework that refuses task.step
 
+    def _step_weights_vary(self, placed: Any) -> bool:
+        """Return whether the weights that the user's step returns have a gradient."""
+        raise NotImplementedError
+
     def _label_fields(self, batch: Batch) -> dict[str, Field]:
         """Return the fields of a batch's labels; labels of mixed samples have two more."""
         fields = dict(self._sample.labels)
@@ -149,6 +153,8 @@ class StateTree(NamedArrays):
         if self.task.step:
             batch = varied(sample, TRIED)
             self.task.probe_step(lambda rows: self._eval_of(*self.to_device(batch.part(rows))[:2]), TRIED)
+            if self.task.weighted_by_data and self._step_weights_vary(self.to_device(batch)):
+                raise self.task.step.varying_weights()
 
     @abstractmethod
     def to_device(self, batch: Batch) -> Any:

@@ -88,6 +88,7 @@ def find_checkpoint(
         snapshot = store.load(store.resolve(run_dir, resume, *best_rule(config), warn))
     if snapshot is None:
         return None
+    resume_rules.check_prepared(snapshot.config().data.fitted, config.data.fitted, snapshot.path)
     resume_rules.check_config(snapshot.config(), config, allow_change)
     resume_rules.check_fields(snapshot, data.sample, "data" in allow_change)
     vocabulary = saved_vocabulary(run_dir) if data.vocabulary else ""

@@ -28,6 +28,11 @@ class StepResult(NamedTuple):
     penalty: Tensor | None
     outputs: Any
 
+    @property
+    def weights(self) -> list[Tensor]:
+        """Return the weights of all losses that have some."""
+        return [weights for _, weights in self.losses.values() if weights is not None]
+
 
 def converted(result: StepResult, cast: Callable[[Any], Any]) -> StepResult:
     """Apply ``cast`` to all tensors of a result."""
@@ -63,6 +68,8 @@ class UserStep:
             raise
         except Exception as error:
             fix = f"it is called with inputs {_shapes(inputs)} and labels {_shapes(labels)}"
+            if "require grad" in str(error):
+                fix = "validation runs without gradients: take them within 'with torch.enable_grad():'"
             raise ConfigError(f"the step failed: {whole_reason(error)}", where=self.where, fix=fix) from error
         return self._read(answer if isinstance(answer, Mapping) else {LOSS: answer})
 
@@ -85,6 +92,12 @@ class UserStep:
             what = f"'{PENALTY}' is no single number"
             raise ConfigError(what, where=self.where, fix="give the sum, or a value for each sample as a loss")
         return StepResult(losses, penalty, answer.get(OUTPUTS))
+
+    def varying_weights(self) -> ConfigError:
+        """Make the error for weights with a gradient: ranks add them up before the step, and take them as numbers."""
+        what = "the weights of a loss depend on the model"
+        fix = "compute them from the labels, or detach them (keras.ops.stop_gradient)"
+        return ConfigError(what, where=self.where, fix=fix)
 
     def check_alone(self, results: Callable[[np.ndarray], StepResult], rows: int, ops: Ops) -> str:
         """Compare the step on made-up samples together and one by one; return a remark, "" if they agree.

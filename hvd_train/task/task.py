@@ -235,9 +235,12 @@ class Task:
         """Check that W equals ``counts``, computed from labels before the step, by which gradients were divided."""
         for objective, (_, index), count in zip(self.objectives, self.entries, counts.tolist(), strict=True):
             if not math.isclose(sums[index], count, rel_tol=1e-3):
-                what = f"the weights add up to {sums[index]:g}, but for outputs of zeros to {count:g}"
+                of_step = self.step is not None
+                other = "in an evaluation of the same samples" if of_step else "for outputs of zeros"
+                what = f"the weights add up to {sums[index]:g}, but {other} to {count:g}"
                 fix = "compute weights from the labels alone; what depends on outputs belongs in the values"
-                raise ConfigError(what, where=f"task.loss: {objective.loss}", fix=fix, common=True)
+                where = f"task.{'step' if of_step else 'loss'}: {objective.loss}"
+                raise ConfigError(what, where=where, fix=fix, common=True)
 
     def finite(self, sums: np.ndarray) -> bool:
         """Return whether S of each loss is finite. (Without any label the loss S / W is nan, which is no error.)"""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hvd_train.config import load_config
+from hvd_train.data import batched
 from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataRequest
 from hvd_train.data.formats import read_digits
@@ -46,6 +47,9 @@ class Batches(keras.utils.PyDataset):
 TENS = Batches(*[10] * 10, 3)
 
 
+RAGGED = tf.data.Dataset.from_tensor_slices((tf.ragged.constant([[1, 2], [3]]), [0, 1]))
+
+
 def opened(part, **keys):
     config = load_config(base={"data": {"name": "mine:data", "num_classes": 10} | keys})
     return open_data(config.data, config.task, (part, part), DataRequest())
@@ -76,6 +80,30 @@ def test_samples_of_batches(part, count):
     assert np.array_equal(
         inputs["input"].reshape(count, -1), (IMAGES[:count] / 16).astype(np.float32).reshape(count, -1)
     )
+
+
+def generated(count):
+    return tf.data.Dataset.from_generator(
+        lambda: ((np.ones(3), k % 10) for k in range(count)),
+        output_signature=(tf.TensorSpec([3], tf.float32), tf.TensorSpec([], tf.int64)),
+    )
+
+
+def test_what_an_element_is():
+    """As ``model.fit`` wants it: a batch, if all arrays have the first axis in common."""
+    windows = tf.data.Dataset.range(20).window(5, 1, drop_remainder=True).flat_map(lambda w: w.batch(5))
+    data = opened(windows.map(lambda w: (tf.cast(w[:4], tf.float32), w[4] % 10)))
+    assert len(data.train) == 16 and data.sample.inputs["input"].shape == (4,)
+    assert "an element of the tf.data.Dataset is one sample: 16 samples" in data.train.note
+    assert len(opened(generated(17)).train) == 17
+    pairs = ROWS.batch(9, drop_remainder=True)
+    assert "is a batch, as model.fit takes it: 99 samples" in opened(pairs).train.note
+
+
+def test_a_generator_that_never_ends_is_told(monkeypatch):
+    monkeypatch.setattr(batched, "MOST_SECONDS", 0.5)
+    with pytest.raises(DataError, match=r"has not ended after 0 s and .* samples; .*take\(n\)"):
+        opened(generated(10**12))
 
 
 def trained_on(data, ranks, epoch, consumed=0):
@@ -126,6 +154,7 @@ def test_classes_of_folders(tmp_path):
         (ROWS.map(lambda image, label: image), r"an element of the tf.data.Dataset is no pair; .*\(inputs, labels\)"),
         (Batches(10, 9, 10), "batch 1 of the PyDataset has 9 samples, and the first has 10; .*the same size"),
         (Batches(), "the data set is empty"),
+        (RAGGED, "has ragged tensors, .*padded_batch"),
         (ROWS.take(0), "the data set is empty"),
     ],
 )  # fmt: skip

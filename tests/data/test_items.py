@@ -283,6 +283,15 @@ def test_tensors_that_are_no_images_keep_their_axes():
     assert np.array_equal(moved, rows.tensors[0].movedim(1, -1).numpy())
 
 
+def test_axes_that_nobody_can_tell():
+    rows = utils.TensorDataset(torch.arange(216.0).reshape(8, 3, 3, 3), torch.arange(8) % 2)
+    with pytest.raises(DataError, match=r"tensors of \(3, 3, 3\) may be images, .*data.images: true"):
+        opened((rows, rows), num_classes=2)
+    for images, want in ((True, rows.tensors[0].movedim(1, -1)), (False, rows.tensors[0])):
+        data = opened((rows, rows), num_classes=2, images=images)
+        assert np.array_equal(data.train.fetch(np.arange(8))[0]["input"], want.numpy())
+
+
 class Pictures(utils.Dataset):
     """Pillow's images of one shape in several modes."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 from sklearn.compose import ColumnTransformer
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
@@ -108,6 +111,63 @@ def test_dates_are_days(tmp_path):
     for part in (data.train, data.val):
         x[part.rows] = inputs(part)[:, 0]
     assert x[[0, 1, 2, 4, 5]].tolist() == [1, 20787.5, -1, 2, 3]
+
+
+def written(tmp_path, suffix, **columns):
+    path = tmp_path / f"table{suffix}"
+    table = pyarrow.table(columns)
+    if suffix == ".parquet":
+        parquet.write_table(table, path)
+    elif suffix == ".csv":
+        rows = [[("" if x is None else x) for x in row.values()] for row in table.to_pylist()]
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([table.column_names, *rows])
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    return path
+
+
+def test_a_table_is_the_same_in_every_kind_of_file(tmp_path):
+    columns = {
+        "grade": pyarrow.array([1.0, 2.0, None, 1.0, 3.5, 2.0]), "open": [True, False, True, True, None, False],
+        "size": [1, None, 3, 4, 5, 6], "empty": pyarrow.array([None] * 6, pyarrow.float64()), "y": [0, 1, 0, 1, 0, 1],
+    }  # fmt: skip
+    keys = {"labels": "y", "categories": ["grade", "open"], "missing": "mode", "features": ["grade", "open", "size"]}
+    made = [opened(written(tmp_path, suffix, **columns), **keys) for suffix in (".csv", ".parquet", ".jsonl")]
+    assert made[0].fitted[0]["values"] == ["1.0", "2.0", "3.5"] and made[0].fitted[1]["values"] == ["False", "True"]
+    for one in made[1:]:
+        assert one.fitted == made[0].fitted
+        assert np.array_equal(inputs(one.train), inputs(made[0].train))
+    with pytest.raises(DataError, match="'grade', row 3"):
+        opened(written(tmp_path, ".parquet", **columns), **keys | {"missing": "refuse"})
+
+
+def test_dates_of_typed_files(tmp_path):
+    day = datetime.datetime(2026, 11, 30, 12)
+    columns = {"day": [day, None, day, day], "zone": pyarrow.array([day] * 4, pyarrow.timestamp("ns", "UTC"))}
+    path = written(tmp_path, ".parquet", **columns, y=[0, 1, 0, 1])
+    x = inputs(opened(path, labels="y", dates=["day", "zone"], missing="mean", val_fraction=0.5).train)
+    assert np.array_equal(x, np.full((2, 2), 20787.5))
+    text = tmp_path / "text.csv"
+    text.write_text("day,y\n2026-11-30T12:00:00+01:00,0\nNA,1\n2026-11-30T12:00:00+01:00,0\n1970-01-02T00:00:00Z,1\n")
+    rows = opened(text, labels="y", dates=["day"], missing="flag", val_fraction=0.5)
+    every = np.concatenate([inputs(part) for part in (rows.train, rows.val)])
+    assert sorted(every[:, 0].tolist()) == pytest.approx([0, 1, 20787 + 11 / 24, 20787 + 11 / 24])
+    with pytest.raises(DataError, match="a column of type int64 holds no dates"):
+        opened(written(tmp_path, ".parquet", day=[2018, 2019, 2020, 2021], y=[0, 1, 0, 1]), labels="y", dates=["day"])
+
+
+def test_numbers_that_float32_rounds_are_told(tmp_path):
+    path = written(tmp_path, ".csv", time=[1_700_000_000 + 9 * k for k in range(40)], y=[0, 1] * 20)
+    (line,) = opened(path, labels="y", missing="mean").remarks[:1]
+    assert "column 'time' holds numbers that float32 rounds" in line
+    assert not opened(path, labels="y", missing="mean", scale="standard").remarks
+
+
+def test_two_columns_of_one_name(tmp_path):
+    path = written(tmp_path, ".csv", **{"a=b": ["q", "r"] * 4, "a": ["b=q", "c"] * 4}, y=[0, 1] * 4)
+    with pytest.raises(DataError, match="'a=b=q'; rename one of them"):
+        opened(path, labels="y", categories="auto")
 
 
 def folder(tmp_path, train, val, test=""):
@@ -221,4 +281,9 @@ def test_a_resumed_run_is_refused_another_preparation(tmp_path):
     other = [*words, "--set", f"data={keys % 'none'}", "--set", "max_epochs=3", "--resume", "auto"]
     one, two, three = commands(first, again, other)
     assert one.code == two.code == 0, (one, two)
-    assert three.code != 0 and "data.scale" in three.err
+    assert three.code == 3 and "the columns of the table are prepared in another way" in three.err, three
+    cut = tmp_path / "cut.csv"
+    cut.write_text("".join(PENGUINS.open().readlines()[:200]))
+    moved = [*words, "--set", f"data={keys.replace(str(PENGUINS), str(cut)) % 'standard'}", "--set", "max_epochs=3"]
+    (four,) = commands([*moved, "--resume", "auto", "--allow-change", "data"])
+    assert four.code == 3 and "copy data.fitted of its config.yaml into the configuration" in four.err, four

@@ -58,6 +58,21 @@ def varying(model, x, y):
 def failing(model, x, y):
     return model.nothing(x)
 
+def confident(model, x, y):
+    logits = model(x)
+    return cross_entropy(logits, y, reduction="none"), torch.softmax(logits, 1).amax(1)
+
+def adversary(model, x, y):
+    x = x.clone().requires_grad_()
+    with torch.enable_grad():
+        cross_entropy(model(x), y).backward()
+    return cross_entropy(model(x + 0.1 * x.grad.sign()), y, reduction="none")
+
+def slope(model, x, y):
+    x = x.clone().requires_grad_()
+    values = cross_entropy(model(x), y, reduction="none")
+    return values + torch.autograd.grad(values.sum(), x, create_graph=True)[0].square().flatten(1).sum(1)
+
 def without(model, x, y):
     return cross_entropy(model(x), y, reduction="none")
 
@@ -101,6 +116,13 @@ def both(model, x, y, training):
 def some(model, x, y, training):
     weights = ops.cast(y != 3, "float64") * (1.0 + ops.cast(y, "float64"))
     return cross_entropy(model(x, training=training), y), weights
+
+def confident(model, x, y, training):
+    logits = model(x, training=training)
+    return cross_entropy(logits, y), ops.max(ops.softmax(logits), 1)
+
+def noisy(model, x, y, training):
+    return cross_entropy(model(x + keras.random.normal(ops.shape(x), dtype="float64")), y)
 
 def forgetful(model, x, y):
     return cross_entropy(model(x), y)
@@ -182,6 +204,9 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(tmp_path):
         ("failing", "", r"the step failed: .*nothing.*it is called with inputs \(2, 1, 8, 8\) and labels \(2,\)"),
         ("without", ", metrics: [accuracy]", "the step returns no outputs to compute metrics of; task.metrics"),
         ("absent", "", "absent"),
+        ("confident", "", "the weights of a loss depend on the model; task.step: .*detach them"),
+        ("adversary", "", r"the step calls backward\(\), .*torch.autograd.grad"),
+        ("slope", "", r"the step failed: .*does not require grad.*with torch.enable_grad\(\)"),
     ],
 )  # fmt: skip
 def test_bad_steps(
@@ -200,6 +225,82 @@ def test_a_step_of_keras_is_told_whether_it_trains(tmp_path):
     (tmp_path / "mine.py").write_text(TENSORFLOW)
     (done,) = commands(words("tensorflow", tmp_path / "run", "{step: 'mine:forgetful'}"), cwd=tmp_path)
     assert done.code == 2 and "has no parameter training, without which dropout would be off" in done.err
+
+
+def test_weights_of_a_keras_step_come_from_the_labels(tmp_path):
+    (tmp_path / "mine.py").write_text(TENSORFLOW)
+    (done,) = commands(words("tensorflow", tmp_path / "run", "{step: 'mine:confident'}"), cwd=tmp_path)
+    assert done.code == 2 and "the weights of a loss depend on the model" in done.err, done
+
+
+def test_random_numbers_of_a_keras_step_are_those_of_a_run_that_nobody_stopped(tmp_path):
+    (tmp_path / "mine.py").write_text(TENSORFLOW)
+    task, sets, whole, cut = (
+        "{step: 'mine:noisy'}",
+        ["checkpoint.every_n_steps=4"],
+        tmp_path / "whole",
+        tmp_path / "cut",
+    )
+    first = words("tensorflow", cut, task, *sets, "max_steps=4")
+    again = [*words("tensorflow", cut, task, *sets), "--resume", "auto"]
+    done = commands(words("tensorflow", whole, task, *sets), first, cwd=tmp_path) + commands(again, cwd=tmp_path)
+    assert not any(one.code for one in done), done
+    assert values(whole, "loss") == values(cut, "loss")
+
+
+VIEWS = """
+import numpy as np
+from hvd_train.data.formats import read_digits
+
+IMAGES, LABELS = read_digits()
+
+def data():
+    images = (IMAGES / 16)[..., None]
+    return (images[:24], LABELS[:24]), (images[24:60], LABELS[24:60])
+"""
+TWO_VIEWS = {
+    "pytorch": """
+import torch
+from torch.nn.functional import cross_entropy
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 10)
+    def forward(self, x):
+        return self.head(self.norm(x.flatten(1)))
+
+def views(model, x, y):
+    first, second = model(torch.cat([x, x.flip(-1)])).chunk(2)
+    return cross_entropy(first, y, reduction="none") + (first - second).square().mean(1)
+""",
+    "tensorflow": """
+import keras
+from keras import ops
+
+def Net():
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.BatchNormalization(), keras.layers.Dense(10)]
+    return keras.Sequential(layers)
+
+def views(model, x, y, training):
+    first, second = ops.split(model(ops.concatenate([x, ops.flip(x, 2)]), training=training), 2)
+    loss = keras.losses.sparse_categorical_crossentropy(y, first, from_logits=True)
+    return loss + ops.mean(ops.square(first - second), 1)
+""",
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_two_views_of_a_batch_with_padding(framework, tmp_path):
+    """All samples in one step: on one rank without padding, on two with some, which no batch norm may count."""
+    (tmp_path / "mine.py").write_text(VIEWS + TWO_VIEWS[framework])
+    line = words(framework, tmp_path / "1", "{step: 'mine:views'}", "data={name: 'mine:data', num_classes: 10}")
+    (alone,) = commands([*line, "--set", "batch_size=24"], cwd=tmp_path)
+    assert alone.code == 0, alone
+    line[2] = tmp_path / "2"
+    run(*map(str, line), "--set", "batch_size=15", "--set", "sync_batchnorm=true", "-np", "2", cwd=tmp_path)
+    assert values(tmp_path / "2", "loss") == pytest.approx(values(tmp_path / "1", "loss"), rel=1e-11)
 
 
 def test_samples_that_are_compared_are_told(tmp_path):

@@ -202,4 +202,5 @@ class Gathering:
 
     def _traced_statistics(self, inputs, labels, weights) -> tf.Tensor:
         self._batchnorm.weights = weights
-        return tf.nest.map_structure(tf.size, self._eval_of(inputs, labels))
+        outputs = tf.nest.flatten(self._eval_of(inputs, labels))
+        return [tf.size(x) for x in outputs if x is not None]

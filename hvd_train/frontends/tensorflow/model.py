@@ -40,7 +40,7 @@ from hvd_train.frontends.tensorflow.optimizers import view, zeros_where
 from hvd_train.frontends.tensorflow.penalties import penalty
 from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer, check_constraints
 from hvd_train.frontends.tensorflow.user_optimizer import variable_optimizer
-from hvd_train.frontends.tensorflow.variables import by_path, check_none_is_late, states
+from hvd_train.frontends.tensorflow.variables import by_path, check_none_is_late, common_state, states
 from hvd_train.frontends.tensorflow.weight_files import names_here, numbered, paths_here
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
 from hvd_train.protocol import (
@@ -98,7 +98,8 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         of_model = by_path(self.model.variables, config.model.name)
         self._trainable = {path: v for path, v in of_model.items() if v.trainable}
         self._fixed = {path: v for path, v in of_model.items() if not v.trainable}
-        self._numbered = list(enumerate(states(self.model)))
+        drawn = [*states(self.model), *([common_state()] if config.task.step else [])]
+        self._numbered = list(enumerate(drawn))
         self.layouts = layouts_of({path: tuple(v.shape) for path, v in (self._trainable | self._fixed).items()}, table)
         if table:
             for path, weight in self._first_weights(self._trainable, config.seed):
@@ -112,7 +113,9 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self._score, self._predict = graph(self._traced_score), graph(self._eval_outputs, reduce_retracing=self._ragged)
         self._probe_task(sample)
         # Losses that compare samples must not see padding. Stages exchange activations of one shape.
-        self._cuts_padding = self.task.compares_samples and config.parallel.pipeline == 1
+        # A step may join several views of a batch, and then batch normalization cannot tell which rows are padding.
+        compares = self.task.compares_samples or self.task.step is not None
+        self._cuts_padding = compares and config.parallel.pipeline == 1
 
     def _try_forward(self) -> None:
         """Build the model if necessary, and check that it accepts the data's samples."""
@@ -328,6 +331,13 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
 
     def _eval_of(self, inputs, labels) -> Any:
         return self._of_batch(inputs, labels, training=False)
+
+    def _step_weights_vary(self, placed) -> bool:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            variables = [v.value for v in self._trainable.values()]
+            tape.watch(variables)
+            weights = self._eval_of(*placed[:2]).weights
+        return any(gradient is not None for gradient in tape.gradient(weights, variables))
 
     def _traced_counts(self, inputs, labels, weights) -> tf.Tensor:
         return self.task.counts_of(self._eval_of(inputs, labels), weights)

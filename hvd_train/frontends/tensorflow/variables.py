@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import keras
+from keras.src.random.seed_generator import global_seed_generator
 
 from hvd_train.errors import ConfigError
 
@@ -35,6 +36,11 @@ def states(model: keras.Model) -> list[Any]:
     A state is not a weight: if it were broadcast or compared, all ranks would have the same dropout masks.
     """
     return [v for v in model.variables if v.path.endswith(SEED)]
+
+
+def common_state() -> Any:
+    """Return the state of the generator from which ``keras.random`` draws without a seed, as in a user's step."""
+    return global_seed_generator().state
 
 
 def check_none_is_late(model: keras.Model, known: Collection[str], name: str) -> None:

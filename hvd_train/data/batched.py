@@ -14,7 +14,7 @@ from hvd_train.data.order import permute
 from hvd_train.errors import DataError
 
 MOST_SECONDS = 120.0  # to count samples
-PAIR = "let it give (inputs, labels)"
+PAIR = "let it give (inputs, labels), each an array or a dict of arrays by their names"
 
 
 def gives_batches(part: Any) -> bool:
@@ -38,6 +38,7 @@ class PyDatasetStream:
     """The samples of a PyDataset. After the first epoch its batches, not their samples, are shuffled, as Keras does."""
 
     num_classes: int | None = None
+    advice = "let __getitem__ give the same batch each time; random changes belong into data.transforms"
 
     def __init__(self, data: Any, where: str) -> None:
         self._data, self._where = data, where
@@ -61,7 +62,9 @@ class PyDatasetStream:
         order = np.arange(self._batches)
         if epoch:  # the last batch may be short, and stays at its place
             order[:-1] = permute(order[:-1], self._batches - 1, 0, epoch)
-        first, skipped = divmod(start, self._size)
+        # The last batch may also be larger than the others.
+        first = min(start // self._size, self._batches - 1)
+        skipped = start - first * self._size
         for number in order[first:].tolist():
             batch = self._pair(self._data[number])
             if (rows := self._rows(batch)) != self._size and number < self._batches - 1:
@@ -78,6 +81,7 @@ class PyDatasetStream:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             what = "sample weights" if isinstance(batch, tuple | list) and len(batch) == 3 else "no pair"
             raise DataError(f"a batch of the PyDataset has {what}", where=self._where, fix=PAIR)
+        _check_no_list(batch, self._where)
         return batch[0], batch[1]
 
 
@@ -91,6 +95,7 @@ class PipelineStream:
         self._where = where
         if not isinstance(data.element_spec, tuple) or len(data.element_spec) != 2:
             raise DataError("an element of the tf.data.Dataset is no pair", where=where, fix=PAIR)
+        _check_no_list(data.element_spec, where)
         if int(data.cardinality()) == -1:
             fix = "leave repeat() out: max_epochs says how often it is read"
             raise DataError("the tf.data.Dataset never ends", where=where, fix=fix)
@@ -115,6 +120,13 @@ class PipelineStream:
         yield from self._samples.skip(start).as_numpy_iterator()
 
 
+def _check_no_list(pair: Any, where: str) -> None:
+    """Refuse several arrays without names: their meaning would depend on the model."""
+    for name, part in zip(("inputs", "labels"), pair, strict=True):
+        if isinstance(part, tuple | list):
+            raise DataError(f"{name} are a {type(part).__name__} of {len(part)}", where=where, fix=PAIR)
+
+
 def _are_batches(specs: list[Any]) -> bool:
     """Return whether elements are batches: their arrays have the first axis in common, as ``model.fit`` wants it."""
     shapes = [spec.shape for spec in specs]
@@ -128,7 +140,8 @@ def _counted(data: Any, batches: bool, where: str) -> int:
         count += len(_first(element[0])) if batches else 1
         if time.perf_counter() > ends:
             what = f"the tf.data.Dataset has not ended after {MOST_SECONDS:.0f} s and {count:,} samples"
-            fix = "let its generator end, or cut it: data.take(n)"
+            fix = "let its generator end; or give single samples and their number: data.apply(tf.data.experimental."
+            fix += "assert_cardinality(n))"
             raise DataError(what, where=where, fix=fix)
     return count
 

@@ -175,7 +175,8 @@ def _word_classes(
 def _look(name: str) -> str:
     """Return what of a name is seen."""
     seen = "".join(one for one in unicodedata.normalize("NFKC", name) if unicodedata.category(one) != "Cf")
-    return " ".join(seen.split()).casefold()
+    seen = " ".join(seen.split())
+    return seen.casefold() if len(seen) > 1 else seen  # single letters may be classes
 
 
 def _remarks_on_twins(title: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -33,20 +35,20 @@ def seed_all(key: int, own: list[Any] | None = None) -> None:
 
 def generators_of(value: Any) -> list[Any]:
     """Return the generators that an object holds: its attributes, and those of objects and lists in them."""
-    found, seen, left = list[Any](), set[int](), [value]
+    found, seen, left = list[Any](), set[int](), deque([value])
     while left and len(seen) < MOST_OBJECTS:
-        one = left.pop()
-        if id(one) in seen:
+        one = left.popleft()  # what is near comes before the samples of a long list
+        if id(one) in seen or isinstance(one, str | bytes | int | float | np.ndarray | None):
             continue
         seen.add(id(one))
         if _is_generator(one):
             found.append(one)
         elif isinstance(one, dict):
-            left += list(one.values())[:MOST_OBJECTS]
+            left.extend(islice(one.values(), MOST_OBJECTS))
         elif isinstance(one, list | tuple):
-            left += list(one)[:MOST_OBJECTS]
+            left.extend(islice(one, MOST_OBJECTS))
         elif hasattr(one, "__dict__") and not isinstance(one, type) and type(one).__name__ != "module":
-            left += vars(one).values()
+            left.extend(vars(one).values())
     return found
 
 

@@ -2,8 +2,9 @@
 
 What is random in ``__getitem__`` and ``collate_fn`` is drawn from generators that are seeded by (seed, epoch, index).
 So any number of ranks and workers, and a resumed run, get the same samples. Most of these generators are global to a
-process, in which the training draws its own numbers, so samples are fetched in processes of their own, except where a
-data set is known to draw none. Each sample is collated on its own: how many of them a rank has must not matter.
+process, in which the training draws its own numbers, so training samples are fetched in processes of their own, except
+of a ``TensorDataset``, and where TensorFlow has computed already. Each sample is collated on its own: how many of them
+a rank has must not matter.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Items:
         self._own = [one for part in (dataset, collate) for one in generators_of(part)]
         self.still = _draws_nothing(dataset) and not collate
         few = sorted({*np.linspace(0, self._length - 1, LOOKED_AT).astype(int).tolist()}) if self._length else []
-        self.random, before = False, _tensorflow_runs()
+        self.random = False
         if self._length and not collate:
             with generators_kept():
                 self._pair(dataset[0])  # it may be none
@@ -92,8 +93,6 @@ class Items:
             self._try(few)
             if collate and self._length > 2:
                 self._check_collate(collate)
-        # A process that is forked after TensorFlow has begun to compute waits for its threads forever.
-        self._forks = before or not _tensorflow_runs()
         self.fingerprint = self._fingerprint(few)
         self.num_classes = _classes_of(dataset)
 
@@ -108,7 +107,8 @@ class Items:
         weighted = type(sampler).__name__ == "WeightedRandomSampler"
         own = type(sampler).__name__ not in SAMPLERS or getattr(sampler, "replacement", False)
         if not own and (sampler.data_source is not part.dataset or len(sampler) != len(part.dataset)):
-            what = f"the DataLoader's sampler gives {len(sampler):,} of {len(part.dataset):,} samples"
+            other = " of another object" * (sampler.data_source is not part.dataset)
+            what = f"the DataLoader's sampler gives {len(sampler):,} of {len(part.dataset):,} samples{other}"
             raise DataError(what, where=where, fix="leave it out; torch.utils.data.Subset gives a part of a data set")
         if (own and not weighted) or part.batch_size is None:
             kind = type(sampler).__name__ if own else "batch sampler of its own"
@@ -161,11 +161,12 @@ class Items:
     def begin(self, workers: int) -> None:
         """Fetch in ``workers`` processes from now on, unless it is 1 and samples are known to be not random.
 
-        A data set that computes with TensorFlow is read in this process.
+        Where TensorFlow has computed already, as for this data set, samples are read in this process.
 
         Call it before there are other threads.
         """
-        if not self._workers and self._forks and (not self.still or workers > 1):
+        # A process that is forked after TensorFlow has begun to compute may wait for its threads forever.
+        if not self._workers and not _tensorflow_runs() and (not self.still or workers > 1):
             self._workers = ItemWorkers(workers, self._read, self._where)
 
     def fetch(self, indices: np.ndarray, seed: int = 0, epoch: int = EVALUATION) -> tuple[Any, Any]:
@@ -261,7 +262,10 @@ class Items:
         rows = np.unique(np.linspace(0, self._length - 1, 2 * BESIDE + 1).astype(int)).tolist()
         each = (len(rows) - 1) // 2
         lists = rows[: each + 1], [rows[0], *rows[each + 1 : 2 * each + 1]]
+        ends = time.perf_counter() + TRIED_SECONDS
         for key in range(BESIDE):
+            if key and time.perf_counter() > ends:
+                return
             firsts = []
             for one in lists:
                 with generators_kept():
@@ -270,10 +274,10 @@ class Items:
                         seed_all(mix(key, row), self._own)
                         items.append(self._dataset[row])
                     seed_all(key, self._own)
-                    firsts.append(_bytes(_first_of(collate(items))))
+                    firsts.append([_bytes(_first_of(x)) for x in self._pair(collate(items))])
             if firsts[0] != firsts[1]:
                 what = "the collate_fn makes a sample's values of the others in its list, which depends on the ranks"
-                fix = "compute them in __getitem__; data.transforms has mixup and cutmix, data.lengths pads"
+                fix = "compute them in __getitem__, pad to one fixed length; data.transforms has mixup and cutmix"
                 raise DataError(what, where=self._where, fix=fix)
 
     def _digest(self, rows: Sequence[int], seed: int) -> str:
@@ -304,10 +308,10 @@ def _converted(value: Any, batched: bool = False, images: bool | None = None) ->
 
 
 def _first_of(collated: Any) -> Any:
-    """Return the first sample of a collated list."""
+    """Return the first sample of collated inputs or labels."""
     if hasattr(collated, "keys"):
         return {key: _first_of(collated[key]) for key in collated.keys()}  # noqa: SIM118
-    return [_first_of(one) for one in collated] if isinstance(collated, tuple | list) else _converted(collated)[:1]
+    return collated[:1] if isinstance(collated, tuple | list) else _converted(collated)[:1]
 
 
 def _tensorflow_runs() -> bool:
@@ -319,11 +323,11 @@ def _tensorflow_runs() -> bool:
 
 def _draws_nothing(dataset: Any) -> bool:
     """Return whether a data set is known to read its samples without any code of the user's."""
-    if _is(dataset, "torch.utils.data", "Subset"):
+    # Of subclasses nothing is known: one of Subset often augments.
+    kind = type(dataset).__name__ if type(dataset).__module__.startswith("torch.utils.data") else ""
+    if kind == "Subset":
         return _draws_nothing(dataset.dataset)
-    if _is(dataset, "torch.utils.data", "ConcatDataset"):
-        return all(map(_draws_nothing, dataset.datasets))
-    return type(dataset).__name__ == "TensorDataset" and type(dataset).__module__.startswith("torch.utils.data")
+    return all(map(_draws_nothing, dataset.datasets)) if kind == "ConcatDataset" else kind == "TensorDataset"
 
 
 def _stacked(values: list[Any], where: str, collated: bool = False) -> Any:

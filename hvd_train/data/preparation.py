@@ -14,13 +14,15 @@ import numpy as np
 
 from hvd_train.config import DataConfig
 from hvd_train.data.column import loses_differences
+from hvd_train.data.memory import check_free
 from hvd_train.data.tables import Table
 from hvd_train.errors import DataError, listing
 
 Facts = list[dict[str, Any]]
 STRATEGIES = {"mean": "mean", "median": "median", "mode": "most_frequent"}
 NUMBERS = "numbers"  # the input of all numbers, beside those of words as ids
-MANY_WORDS = 50  # a column with more different words, most of them in one row alone, is a name and not a category
+MANY_WORDS = 50  # a column with more different words, and less than two rows for each, is a name and not a category
+DATE = "date"
 FILL = "set data.missing: median (or mean, mode, flag), or leave the row or the column out"
 
 
@@ -36,18 +38,21 @@ class Preparation:
     def __init__(self, table: Table, features: Sequence[str], config: DataConfig, fitted: Facts | None) -> None:
         self._table, self._config, self.fitted = table, config, fitted or []
         listed = config.categories if isinstance(config.categories, list) else []
-        for key, names in (("categories", listed), ("dates", config.dates or [])):
+        by_column = list(config.missing) if isinstance(config.missing, Mapping) else []
+        for key, names in (("categories", listed), ("dates", config.dates or []), ("missing", by_column)):
             if strange := [name for name in names if name not in features]:
                 what = f"{listing(strange)} is no feature"
                 raise DataError(what, where=f"data.{key}", fix=f"the features are {listing(features)}")
         self._columns: dict[str, np.ndarray] = {}
+        self._kinds: dict[str, str] = {}
         kinds = {facts["column"]: facts["kind"] for facts in self.fitted}
         for name in features:
-            kind = kinds[name] if fitted else "words" if name in listed else ""
-            if name in (config.dates or ()):
+            wanted = DATE if name in (config.dates or ()) else "words" if name in listed else ""
+            self._kinds[name] = kind = kinds[name] if fitted else wanted
+            if kind == DATE:
                 self._columns[name] = table.days(name)
             else:
-                self._columns[name] = table.with_gaps(name, kind, words=config.categories is not None)
+                self._columns[name] = table.with_gaps(name, kind, words=config.categories == "auto")
 
     def _policy(self, name: str) -> str:
         asked = self._config.missing
@@ -66,7 +71,9 @@ class Preparation:
         there = x[[one is not None for one in x]] if words else x[~np.isnan(x)]
         if not len(there):
             raise self._error(name, "no training sample has a value", "leave the column out by data.features")
-        facts: dict[str, Any] = {"column": name, "kind": "words" if words else "number"}
+        if not words and np.isinf(there).any():
+            raise self._error(name, "it holds infinity", "correct it, or leave the row or the column out")
+        facts: dict[str, Any] = {"column": name, "kind": "words" if words else self._kinds[name] or "number"}
         if policy in STRATEGIES:
             strategy = "most_frequent" if words else STRATEGIES[policy]
             imputer = SimpleImputer(strategy=strategy, missing_values=None if words else np.nan)
@@ -104,11 +111,20 @@ class Preparation:
             if not facts.get("flag") and "fill" not in facts and flags.any():
                 raise self._gap(name, flags)
             if facts["kind"] == "words" and self._config.encoding == "ids":
+                if name == NUMBERS or not name.isidentifier():
+                    what = "an input of words cannot have this name, which is an argument of the model"
+                    raise self._error(name, what, "rename the column")
                 ids[name] = numbers
+                if facts.get("flag"):
+                    names.append(f"{name} missing")
+                    parts.append(flags[:, None])
                 continue
             if facts["kind"] == "words":
                 names += [f"{name}={word}" for word in facts["values"]]
-                numbers = (numbers[:, None] == np.arange(1, len(facts["values"]) + 1)).astype(np.float64)
+                count = len(facts["values"])
+                what, fix = f"{count:,} columns of column '{name}'", "set data.encoding: ids, or leave the column out"
+                check_free(12 * len(x) * count, what, str(self._table.path), fix)
+                numbers = (numbers[:, None] == np.arange(1, count + 1)).astype(np.float32)
             else:
                 names.append(name)
                 if _rounds(numbers):

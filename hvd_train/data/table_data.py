@@ -51,9 +51,13 @@ def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
         table = tables.Table.read(file, columns, features if prepares(config) else ())
         if table.late and not parts and not config.features and not request.run:
             remarks.append(f"{noun_and_names('key', table.late)} of {file} left out, as its first line lacks them")
-        of_part = _of_lists if any(table.is_list(name) for name in columns) else _of_table
+        listed = [name for name in columns if table.is_list(name)]
+        of_part = _of_lists if listed else _of_table
+        if listed and prepares(config):
+            what = f"column '{listed[0]}' holds lists, and data.categories, missing, scale and dates take none"
+            raise DataError(what, where=str(file), fix="leave them out, or leave the column out by data.features")
         lines = [*([] if parts else remarks), *filter(None, [table.joined])]
-        if prepares(config) and of_part is _of_table:
+        if prepares(config):
             made = _prepared(table, features, labels, classes, config, task, lines, fitted, len(files) == 1)
             fitted = made.fitted
             parts[part] = made
@@ -69,8 +73,11 @@ def _features(
     """Return the names of the input columns, in the order of the trained run if any, and remarks."""
     learned = set(labels)
     others = [name for name in have if name not in learned]
-    if run is not None and config.fitted:  # its inputs have other columns, which were made of these
+    if config.fitted:  # the inputs of its run have other columns, which were made of these
         names = [facts["column"] for facts in config.fitted]
+        if config.features and set(config.features) != set(names):
+            what = f"data.features are {listing(config.features)}, and data.fitted has {listing(names)}"
+            raise DataError(what, where="data.features", fix="leave it out")
         return names, [] if config.features else _left_out([name for name in others if name not in names])
     if run is None:
         return (config.features, []) if config.features else _without_index(others)
@@ -178,6 +185,9 @@ def _prepared(
     columns, names = _labels(table, labels, classes, task)
     made = np.arange(len(table.columns[features[0]]))
     if not fitted:
+        if classes.run:
+            what = "the run was trained without data.categories, missing, scale and dates"
+            raise DataError(what, where=str(table.path), fix="leave them out; fill empty cells, or leave the rows out")
         if divided:  # labels decide which samples are held out
             whole = Arrays(made, columns, str(table.path), classes, task)
             train, _ = whole.fold(*config.fold) if config.fold else whole.split(config.val_fraction)
@@ -188,6 +198,8 @@ def _prepared(
         remarks = [*remarks, what]
     inputs, input_names, told = preparation.inputs()
     lines = [*remarks, *told]
+    if not config.features and not classes.run and not isinstance(inputs, dict):
+        lines += _remarks_on_counters(table, inputs, input_names)
     source = Arrays(inputs, columns, str(table.path), classes, task, table.notes, False, lines, (input_names, names))
     source.fitted = fitted
     return source

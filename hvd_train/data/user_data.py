@@ -181,12 +181,13 @@ class UserSource:
         rows = np.unique(np.linspace(0, n - 1, 2 * BESIDE + 1).astype(np.int64))
         each = (len(rows) - 1) // 2
         one, other = rows[: each + 1], np.concatenate([rows[:1], rows[each + 1 : 2 * each + 1]])
-        first, again, beside = (self._fetch(indices) for indices in (one, one, other))
-        if not _same(first, again):
+        parts = 1 + bool(self._template.sample.labels)
+        first, again, beside = ([*self._fetch(indices)][:parts] for indices in (one, one, other))
+        if not all(map(_same, first, again)):
             what = "fetch gives other values for the same indices, so ranks and resumed runs would see different ones"
             fix = "draw random numbers in a transform of yours, which gets them (data.transforms)"
             raise DataError(what, where=self._where, fix=fix)
-        if each and not _same(_first_sample(first), _first_sample(beside)):
+        if each and not all(map(_same, map(_first_sample, first), map(_first_sample, beside))):
             what = "fetch makes a sample's values of the others that are fetched with it, which depends on the ranks"
             raise DataError(what, where=self._where, fix="compute them from the sample alone, or from all in advance")
 
@@ -281,12 +282,10 @@ def _check_counted(count: int | None, task: TaskConfig, classes: Known, where: s
 
 
 def _first_sample(value: Any) -> Any:
-    """Return the first sample of what ``fetch`` returned, with its names."""
+    """Return the first sample of inputs or labels, with its names."""
     if isinstance(value, dict):
         return {key: _first_sample(x) for key, x in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_first_sample, value))
-    return value[:1] if isinstance(value, list | RaggedRows) else np.asarray(value)[:1]
+    return value[:1] if isinstance(value, list | tuple | RaggedRows) else np.asarray(value)[:1]
 
 
 def _same(one: Any, other: Any) -> bool:

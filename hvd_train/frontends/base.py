@@ -24,8 +24,8 @@ from hvd_train.protocol import (
     Sample,
     Scale,
     Tree,
+    different,
     made_up,
-    varied,
 )
 from hvd_train.task.task import Task
 
@@ -151,7 +151,7 @@ class StateTree(NamedArrays):
             inputs, labels, weights = self.to_device(made_up(sample))
             self.task.probe(self._eval_of(inputs, labels), labels, weights)
         if self.task.step:
-            batch = varied(sample, TRIED)
+            batch = different(sample, TRIED)
             self.task.probe_step(lambda rows: self._eval_of(*self.to_device(batch.part(rows))[:2]), TRIED)
             if self.task.weighted_by_data and self._step_weights_vary(self.to_device(batch)):
                 raise self.task.step.varying_weights()

@@ -139,7 +139,7 @@ def _facts(snapshot: store.Snapshot | None, run_dir: Path) -> dict[str, Any]:
 def _with_weights_of_run(config: Config, meta: Mapping[str, Any]) -> Config:
     """Replace ``task.class_weights: balanced`` and ``data.fitted`` by the run's.
 
-    A file that the caller names may still say ``balanced``, which means the classes of the training samples.
+    A file that the caller names may still say ``balanced``, and ask for what is computed: of the training samples.
     """
     if fitted := meta["config"].get("data", {}).get("fitted"):
         config = config.model_copy(update={"data": config.data.model_copy(update={"fitted": fitted})})

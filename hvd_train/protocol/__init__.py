@@ -21,9 +21,9 @@ from hvd_train.protocol.data import (
     Fields,
     Sample,
     Source,
+    different,
     made_up,
     one_or_all,
-    varied,
 )
 from hvd_train.protocol.frontend import (
     Build,

@@ -101,7 +101,7 @@ def made_up(sample: Sample) -> Batch:
     return Batch(inputs, labels, np.ones(2, np.float32), np.arange(2))
 
 
-def varied(sample: Sample, count: int) -> Batch:
+def different(sample: Sample, count: int) -> Batch:
     """Make a batch of ``count`` different samples; labels are 0 and 1."""
     rng = np.random.default_rng(0)
 
@@ -111,7 +111,8 @@ def varied(sample: Sample, count: int) -> Batch:
             return np.ones(shape, bool)
         if kind == "f":
             return rng.uniform(0, 1, shape).astype(field.dtype)
-        return rng.integers(0, 2 if label else field.classes or 2, shape).astype(field.dtype)
+        most = 2 if label else field.classes or (256 if field.divisor != 1 else 2)
+        return rng.integers(0, most, shape).astype(field.dtype)
 
     inputs = {name: values(field, False) for name, field in sample.inputs.items()}
     labels = {name: values(field, True) for name, field in sample.labels.items()}

@@ -295,9 +295,6 @@ class StepObjective(Objective):
         z, y, present = self._beside_user_loss(*raw, weights)
         return sums, Predictions(z, y, weights, present, raw, self._ops)
 
-    def position_weights(self, labels: Any, weights: Tensor, zeros: Any) -> Tensor | None:
-        raise NotImplementedError  # Task.counts_of takes them from the step's results
-
 
 def fits(logits: Sequence[int | None], labels: Sequence[int | None], num_classes: int) -> bool:
     """Return whether logits are (n, ..., C) with C >= ``num_classes``, for labels (n, ...)."""

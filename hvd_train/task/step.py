@@ -29,6 +29,11 @@ class StepResult(NamedTuple):
     outputs: Any
 
     @property
+    def numbers(self) -> list[Tensor]:
+        """Return the values of all losses, and the penalty if there is one."""
+        return [values for values, _ in self.losses.values()] + ([] if self.penalty is None else [self.penalty])
+
+    @property
     def weights(self) -> list[Tensor]:
         """Return the weights of all losses that have some."""
         return [weights for _, weights in self.losses.values() if weights is not None]
@@ -50,6 +55,8 @@ class UserStep:
     def __init__(self, name: str, losses: Sequence[str], training: bool) -> None:
         self.where, self._losses, self._training = f"task.step: {name}", losses, training
         self._function = user_function(name, self.where)
+        if isinstance(self._function, type):
+            raise ConfigError("it is a class, not a function", where=self.where, fix="name a function of its own")
         try:
             parameters = inspect.signature(self._function).parameters
         except (TypeError, ValueError):
@@ -88,6 +95,8 @@ class UserStep:
                     raise ConfigError(f"'{key}' is a {type(x).__name__}, not a tensor", where=self.where, fix=EACH)
             losses[name] = pair[0], pair[1]
         penalty = answer.get(PENALTY)
+        if isinstance(penalty, int | float):  # such as a sum over no weights; it has no gradient
+            penalty = None
         if penalty is not None and tuple(getattr(penalty, "shape", (0,))):
             what = f"'{PENALTY}' is no single number"
             raise ConfigError(what, where=self.where, fix="give the sum, or a value for each sample as a loss")
@@ -96,7 +105,7 @@ class UserStep:
     def varying_weights(self) -> ConfigError:
         """Make the error for weights with a gradient: ranks add them up before the step, and take them as numbers."""
         what = "the weights of a loss depend on the model"
-        fix = "compute them from the labels, or detach them (keras.ops.stop_gradient)"
+        fix = "compute them from the inputs and the labels; what depends on the model belongs in the values"
         return ConfigError(what, where=self.where, fix=fix)
 
     def check_alone(self, results: Callable[[np.ndarray], StepResult], rows: int, ops: Ops) -> str:
@@ -106,8 +115,12 @@ class UserStep:
         """
         try:
             each = [results(np.arange(rows)), *(results(np.array([k])) for k in range(rows))]
+            again = results(np.arange(rows))
         except ConfigError:  # it refuses such labels
             return ""
+        pairs = zip(each[0].numbers, again.numbers, strict=True)
+        if not all(np.array_equal(ops.to_numpy(one), ops.to_numpy(other)) for one, other in pairs):
+            return ""  # it draws random numbers
         penalties = [float(ops.to_numpy(one.penalty)) for one in each if one.penalty is not None]
         if not np.allclose(penalties, penalties[:1], rtol=1e-3, equal_nan=True):
             what = "the penalty depends on the samples, and a mean over a part of them says not of how many"
@@ -116,6 +129,10 @@ class UserStep:
             together, *alone = (np.asarray(ops.to_numpy(one.losses[name][0]), np.float64) for one in each)
             if not together.ndim:  # told where the losses are used
                 return ""
+            if {one.shape for one in alone} != {(1, *together.shape[1:])}:
+                what = f"'{name or LOSS}' has shape {together.shape} for {rows} samples and {alone[0].shape} for one"
+                fix = "compare outputs and labels of one shape: outputs[:, 0] turns (n, 1) into (n,)"
+                raise ConfigError(what, where=self.where, fix=fix)
             if not np.allclose(together, np.concatenate(alone), rtol=1e-2, atol=1e-5, equal_nan=True):
                 return "the value of a sample depends on the others of its batch: each rank compares its own part"
         return ""

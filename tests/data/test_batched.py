@@ -44,6 +44,12 @@ class Batches(keras.utils.PyDataset):
         return IMAGES[rows] / 16, LABELS[rows]
 
 
+class Listed(Batches):
+    def __getitem__(self, k):
+        images, labels = super().__getitem__(k)
+        return [images, images], labels
+
+
 TENS = Batches(*[10] * 10, 3)
 
 
@@ -70,6 +76,7 @@ def twice(images, labels):
         (ROWS.batch(4).unbatch(), COUNT),
         (TENS, COUNT),
         (Batches(COUNT), COUNT),
+        (Batches(40, 40, 60), 140),
     ],
 )  # fmt: skip
 def test_samples_of_batches(part, count):
@@ -102,7 +109,7 @@ def test_what_an_element_is():
 
 def test_a_generator_that_never_ends_is_told(monkeypatch):
     monkeypatch.setattr(batched, "MOST_SECONDS", 0.5)
-    with pytest.raises(DataError, match=r"has not ended after 0 s and .* samples; .*take\(n\)"):
+    with pytest.raises(DataError, match=r"has not ended after 0 s and .* samples; .*assert_cardinality\(n\)"):
         opened(generated(10**12))
 
 
@@ -149,11 +156,14 @@ def test_classes_of_folders(tmp_path):
 @pytest.mark.parametrize(
     ("part", "told"),
     [
-        (ROWS.shuffle(50).batch(9), "a second iteration starts with another sample, .*reshuffle_each_iteration=False"),
+        (ROWS.shuffle(50).batch(9), "a second iteration has other samples, .*reshuffle_each_iteration=False"),
         (ROWS.repeat(), r"never ends; .*leave repeat\(\) out"),
         (ROWS.map(lambda image, label: image), r"an element of the tf.data.Dataset is no pair; .*\(inputs, labels\)"),
         (Batches(10, 9, 10), "batch 1 of the PyDataset has 9 samples, and the first has 10; .*the same size"),
         (Batches(), "the data set is empty"),
+        (ROWS.map(lambda x, y: ((x, x), y)), r"inputs are a tuple of 2; .*dict of arrays by their names"),
+        (ROWS.batch(5).shuffle(21), "a second iteration has other samples, .*reshuffle_each_iteration=False"),
+        (Listed(5, 5), "inputs are a list of 2; .*dict of arrays by their names"),
         (RAGGED, "has ragged tensors, .*padded_batch"),
         (ROWS.take(0), "the data set is empty"),
     ],

@@ -95,6 +95,38 @@ def test_gaps_that_are_flagged():
     assert not x[no_sex][:, [names.index("sex=female"), names.index("sex=male")]].any()
 
 
+def test_what_is_given_must_be_there(tmp_path):
+    first = opened(categories="auto", missing="mean")
+    short = written(tmp_path, ".csv", island=["Dream", "Biscoe"] * 4, species=["Adelie", "Gentoo"] * 4)
+    with pytest.raises(DataError, match="no column: .*bill_length_mm"):
+        opened(short, categories="auto", missing="mean", fitted=first.fitted)
+
+
+def test_a_flag_beside_ids():
+    data = opened(categories="auto", missing=dict.fromkeys(NUMBERS, "mean") | {"sex": "flag"}, encoding="ids")
+    assert data.sample.inputs["numbers"].columns == (*NUMBERS[:4], "sex missing", "year")
+    flags = inputs(data.train, "numbers")[:, 4]
+    assert np.array_equal(flags, [ROWS[k]["sex"] == "NA" for k in data.train.rows])
+    assert not inputs(data.train, "sex")[flags == 1].any()
+
+
+def test_keys_that_come_too_late(tmp_path):
+    """An evaluation fits nothing to its own samples."""
+    path = written(tmp_path, ".csv", size=[1, 2, 3, 4], y=[0, 1, 0, 1])
+    run = opened(path, labels="y").sample
+    with pytest.raises(DataError, match="the run was trained without data.categories, missing, scale and dates"):
+        opened(path, DataRequest(run, "all"), labels="y", missing="mean")
+
+
+def test_lists_and_infinity(tmp_path):
+    path = written(tmp_path, ".jsonl", words=[[1, 2], [3]] * 4, age=[1, 2] * 4, y=[0, 1] * 4)
+    with pytest.raises(DataError, match="column 'words' holds lists, and data.categories, .*take none"):
+        opened(path, labels="y", scale="standard", lengths={"max_length": 4})
+    path = written(tmp_path, ".parquet", size=[1.0, 2.0, float("inf"), 4.0], y=[0, 1, 0, 1])
+    with pytest.raises(DataError, match="'size'; correct it"):
+        opened(path, labels="y", scale="standard", val_fraction=0.25)
+
+
 def test_words_as_ids():
     data = opened(categories="auto", missing="mode", encoding="ids")
     assert set(data.sample.inputs) == {"numbers", "island", "sex"}
@@ -204,6 +236,9 @@ def test_unseen_words(tmp_path):
         (TRAIN, TRAIN, {"dates": ["color"]}, "it holds no dates: .*2026-11-30"),
         ("color,size,y\nred,,0\nblue,,1\n", TRAIN, {"missing": "mean"}, "no training sample has a value; .*'size'"),
         (TRAIN, TRAIN, {"categories": None, "missing": "mean"}, "'red' is no number, and 0 of 4 cells are"),
+        (TRAIN, TRAIN, {"missing": {"colour": "mean"}}, "colour is no feature; data.missing; .*color, size"),
+        (TRAIN, TRAIN, {"categories": ["size"], "missing": "mean"}, "'red' is no number, and 0 of 4 cells are"),
+        (TRAIN.replace("color", "numbers"), TRAIN, {"missing": "mean", "encoding": "ids"}, "an argument of the model"),
         (
             "color,y\n" + "".join(f"word{k},{k % 2}\n" for k in range(60)),
             "color,y\nword1,0\n",

@@ -156,7 +156,7 @@ class Endless(Iterated):
         (Iterated(7), {}, "the stream ended before sample 7 of epoch 0, and its length is 23"),
         (Iterated(0), {}, "the stream ended before sample 0 of epoch 0"),
         (Bare(), {}, "Bare has no __len__, fingerprint"),
-        (Once(), {}, "a second iteration starts with another sample, so ranks and resumed runs would"),
+        (Once(), {}, "a second iteration has other samples, so ranks and resumed runs would"),
         (Endless(), {}, "the stream failed: TypeError: no length"),
         (np.zeros((4, 3)), {}, "ndarray has no fetch, fingerprint, num_classes"),
         (Alone(), {}, "the stream gives a int as sample 0"),

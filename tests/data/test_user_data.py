@@ -477,3 +477,22 @@ def test_a_fetch_that_depends_on_more_than_the_index_is_refused(change, told):
     with pytest.raises(DataError, match=told):
         open_data(DataConfig(name="a:b"), TaskConfig(), (Fetched(change), same))
     assert len(open_data(DataConfig(name="a:b"), TaskConfig(), (same, same)).train) == 40
+
+
+class Listed(Fetched):
+    def fetch(self, indices):
+        inputs, labels = super().fetch(indices)
+        return [inputs, tuple(labels.tolist())]
+
+
+class Bare(Fetched):
+    def fetch(self, indices):
+        return super().fetch(indices)[0], None
+
+
+def test_a_fetch_may_give_lists_and_no_labels():
+    same = Listed(lambda x: x)
+    data = open_data(DataConfig(name="a:b"), TaskConfig(), (same, same))
+    assert data.train.fetch(np.arange(3))[1]["label"].tolist() == [0, 1, 0]
+    bare, request = Bare(lambda x: x), DataRequest(data.sample, "val", labels=False)
+    assert len(open_data(DataConfig(name="a:b"), TaskConfig(), (None, bare), request).parts["val"]) == 40

@@ -73,6 +73,13 @@ def slope(model, x, y):
     values = cross_entropy(model(x), y, reduction="none")
     return values + torch.autograd.grad(values.sum(), x, create_graph=True)[0].square().flatten(1).sum(1)
 
+def broadcast(model, x, y):
+    return (model(x)[:, :1] - y).square()
+
+def drawing(model, x, y):
+    values = cross_entropy(model(x + torch.randn_like(x)), y, reduction="none")
+    return {"loss": values, "penalty": sum(())}
+
 def without(model, x, y):
     return cross_entropy(model(x), y, reduction="none")
 
@@ -204,7 +211,8 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(tmp_path):
         ("failing", "", r"the step failed: .*nothing.*it is called with inputs \(2, 1, 8, 8\) and labels \(2,\)"),
         ("without", ", metrics: [accuracy]", "the step returns no outputs to compute metrics of; task.metrics"),
         ("absent", "", "absent"),
-        ("confident", "", "the weights of a loss depend on the model; task.step: .*detach them"),
+        ("broadcast", "", r"'loss' has shape \(5, 5\) for 5 samples and \(1, 1\) for one; .*outputs\[:, 0\]"),
+        ("confident", "", "the weights of a loss depend on the model; task.step: .*belongs in the values"),
         ("adversary", "", r"the step calls backward\(\), .*torch.autograd.grad"),
         ("slope", "", r"the step failed: .*does not require grad.*with torch.enable_grad\(\)"),
     ],
@@ -305,7 +313,9 @@ def test_two_views_of_a_batch_with_padding(framework, tmp_path):
 
 def test_samples_that_are_compared_are_told(tmp_path):
     (tmp_path / "mine.py").write_text(PYTORCH)
-    (done,) = commands(words("pytorch", tmp_path / "run", "{step: 'mine:pairs'}"), cwd=tmp_path)
+    lines = [words("pytorch", tmp_path / name, f"{{step: 'mine:{name}'}}") for name in ("pairs", "drawing")]
+    done, drawing = commands(*lines, cwd=tmp_path)
+    assert drawing.code == 0 and "note: task.step" not in drawing.out, drawing
     assert done.code == 0 and "mine:pairs: the value of a sample depends on the others of its batch" in done.out
 
 

@@ -161,17 +161,18 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         """Return the model's outputs; of a user's step what it returns."""
         if not self.task.step:
             return self._outputs(inputs)
-        before = self._gradient_versions()
+        training = self.model.training
+        before = self._gradient_versions() if training else []
         with self._mixed:
-            result = self.task.step(self.model, one_or_all(inputs), one_or_all(labels), self.model.training)
-        if self._gradient_versions() != before:
+            result = self.task.step(self.model, one_or_all(inputs), one_or_all(labels), training)
+        if training and self._gradient_versions() != before:
             what = "the step calls backward(), whose gradients would be added to those of the loss"
             raise ConfigError(what, where=self.task.step.where, fix="take the gradients by torch.autograd.grad")
         return converted(result, lambda x: x.to(self.dtype))
 
     def _gradient_versions(self) -> list[Any]:
         """Return what changes when a gradient of a weight does."""
-        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.model.parameters()]
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._trainable.values()]
 
     def _step_weights_vary(self, placed) -> bool:
         self.model.eval()

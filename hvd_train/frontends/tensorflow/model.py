@@ -343,6 +343,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         return self.task.counts_of(self._eval_of(inputs, labels), weights)
 
     def _step_counts(self, placed) -> tf.Tensor:
+        self.run_queued()
         return self._run(self._count, *placed)
 
     def _inputs_ready(self, inputs) -> dict[str, tf.Tensor]:

@@ -182,8 +182,9 @@ def test_of_several_inputs_a_file_tells_which_are_divided():
     """All were said to be numbers from 0 to 1, also beside bytes of an image."""
     fields = {"image": Field((4, 4, 3), "uint8", 255.0, image=True), "age": Field((), "float32")}
     meta = {"sample": asdict(Sample(fields, {"label": Field((), "int64", classes=2)}))}
-    snapshot = SimpleNamespace(meta=meta, model={}, step=1, framework="pytorch")
-    scale = export._trained(Config.model_validate({"data": {"name": "npz"}}), snapshot).scale
+    config = Config.model_validate({"data": {"name": "npz"}})
+    snapshot = SimpleNamespace(meta=meta, model={}, step=1, framework="pytorch", config=lambda: config)
+    scale = export._trained(config, snapshot).scale
     assert scale == "of image from 0 to 1 (uint8 divided by 255), of others as stored in the data"
 
 

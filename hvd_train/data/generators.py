@@ -1,4 +1,7 @@
-"""Random numbers in a user's code: the global generators of a process, and those that an object holds."""
+"""Is a sample of a user's code a function of its index? Random numbers, and samples that are read beside it.
+
+Generators are the global ones of a process, and those that an object holds.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import numpy as np
 
 from hvd_train.data.order import mix
 
+BESIDE = 6  # samples beside which the first one is read
 MOST_OBJECTS = 2000  # looked at for generators of their own
 
 
@@ -57,6 +61,16 @@ def _is_generator(one: Any) -> bool:
         return True
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(one, torch.Generator)
+
+
+def beside(count: int) -> tuple[list[int], list[int]]:
+    """Return two lists of samples, of ``count``, that have the first one alone in common; [] and [] for less than 3.
+
+    What is made of the first one must not depend on the list.
+    """
+    rows = np.unique(np.linspace(0, count - 1, 2 * BESIDE + 1).astype(int)).tolist()
+    each = (len(rows) - 1) // 2
+    return (rows[: each + 1], [rows[0], *rows[each + 1 : 2 * each + 1]]) if each else ([], [])
 
 
 def states(own: list[Any]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.data.batched import gives_batches
-from hvd_train.data.generators import generators_kept, generators_of, seed_all, states
+from hvd_train.data.generators import beside, generators_kept, generators_of, seed_all, states
 from hvd_train.data.images import upright
 from hvd_train.data.item_workers import ItemWorkers
 from hvd_train.data.order import mix, stream
@@ -29,7 +29,7 @@ LOOKED_AT = 4  # samples that make the fingerprint
 TRIED, TRIED_SECONDS = 24, 3.0  # samples that are read twice, until this time is over
 EVALUATION = -1  # the epoch of samples that are not for training
 CHANNELS = (1, 3)
-BESIDE = 6  # samples beside which a collator gets the first one
+KEYS = 6  # with which a collator is tried
 SAMPLERS = ("SequentialSampler", "RandomSampler")
 FIX = "let __getitem__ return (inputs, label): each a tensor, an array or a number, or a dict of them by name"
 
@@ -259,15 +259,12 @@ class Items:
 
     def _check_collate(self, collate: Callable[[list[Any]], Any]) -> None:
         """Refuse a collator that makes a sample's values of the others in its list."""
-        rows = np.unique(np.linspace(0, self._length - 1, 2 * BESIDE + 1).astype(int)).tolist()
-        each = (len(rows) - 1) // 2
-        lists = rows[: each + 1], [rows[0], *rows[each + 1 : 2 * each + 1]]
         ends = time.perf_counter() + TRIED_SECONDS
-        for key in range(BESIDE):
+        for key in range(KEYS):
             if key and time.perf_counter() > ends:
                 return
             firsts = []
-            for one in lists:
+            for one in beside(self._length):
                 with generators_kept():
                     items = []
                     for row in one:

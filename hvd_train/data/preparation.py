@@ -163,7 +163,8 @@ class Preparation:
         return ids, gaps
 
     def _gap(self, name: str, gaps: np.ndarray) -> DataError:
-        return DataError("the cell is empty", where=self._table.at(name, int(np.argmax(gaps))), fix=FILL)
+        fix = "fill the cell, or leave the row out" if self._config.fitted else FILL
+        return DataError("the cell is empty", where=self._table.at(name, int(np.argmax(gaps))), fix=fix)
 
     def _error(self, name: str, what: str, fix: str) -> DataError:
         return DataError(what, where=f"{self._table.path}, column '{name}'", fix=fix)

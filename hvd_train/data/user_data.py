@@ -16,6 +16,7 @@ from hvd_train.data.batched import batched, gives_batches
 from hvd_train.data.classes import Known
 from hvd_train.data.column import LABEL, check_no_mask, is_class
 from hvd_train.data.dataset import DataRequest, Parts, Whole, known
+from hvd_train.data.generators import beside
 from hvd_train.data.held_out import fold_held_out, share_held_out
 from hvd_train.data.items import Items, gives_items
 from hvd_train.data.ragged import RaggedRows, check_lengths, is_ragged, ragged_rows
@@ -120,7 +121,6 @@ def _columns(value: Any) -> Any:
 
 
 FEW = 8  # samples inspected for a remark
-BESIDE = 6  # samples with which the first one is fetched
 ATTRIBUTES = ("__len__", "fetch", "fingerprint", "num_classes")
 WANTED = (
     "give (inputs, labels), or an object with __len__, fetch(indices) -> (inputs, labels), num_classes and fingerprint "
@@ -177,17 +177,16 @@ class UserSource:
 
     def _check_fetch(self) -> None:
         """Refuse a ``fetch`` whose values for a sample are random, or made of the others that are fetched with it."""
-        n = len(self._user_source)
-        rows = np.unique(np.linspace(0, n - 1, 2 * BESIDE + 1).astype(np.int64))
-        each = (len(rows) - 1) // 2
-        one, other = rows[: each + 1], np.concatenate([rows[:1], rows[each + 1 : 2 * each + 1]])
+        one, other = map(np.array, beside(len(self._user_source)))
+        if not len(one):
+            return
         parts = 1 + bool(self._template.sample.labels)
-        first, again, beside = ([*self._fetch(indices)][:parts] for indices in (one, one, other))
+        first, again, others = ([*self._fetch(indices)][:parts] for indices in (one, one, other))
         if not all(map(_same, first, again)):
             what = "fetch gives other values for the same indices, so ranks and resumed runs would see different ones"
             fix = "draw random numbers in a transform of yours, which gets them (data.transforms)"
             raise DataError(what, where=self._where, fix=fix)
-        if each and not all(map(_same, map(_first_sample, first), map(_first_sample, beside))):
+        if not all(map(_same, map(_first_sample, first), map(_first_sample, others))):
             what = "fetch makes a sample's values of the others that are fetched with it, which depends on the ranks"
             raise DataError(what, where=self._where, fix="compute them from the sample alone, or from all in advance")
 

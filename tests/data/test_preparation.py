@@ -116,6 +116,10 @@ def test_keys_that_come_too_late(tmp_path):
     run = opened(path, labels="y").sample
     with pytest.raises(DataError, match="the run was trained without data.categories, missing, scale and dates"):
         opened(path, DataRequest(run, "all"), labels="y", missing="mean")
+    prepared = opened(path, labels="y", scale="standard")
+    (tmp_path / "gap.csv").write_text("size,y\n,0\n2,1\n")
+    with pytest.raises(DataError, match="the cell is empty; .*'size', row 1; fill the cell, or leave the row out"):
+        opened(tmp_path / "gap.csv", DataRequest(prepared.sample, "all"), labels="y", fitted=prepared.fitted)
 
 
 def test_lists_and_infinity(tmp_path):

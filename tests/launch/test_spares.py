@@ -77,8 +77,8 @@ def test_a_place_is_taken_and_the_code_comes_back(spare, tmp_path):
     assert until(lambda: [one for one in busy if one.poll() is not None])[0].returncode == -signal.SIGKILL
     (left,) = [one for one in busy if one.poll() is None]
     left.kill()  # a stub: its rank ends
-    until(lambda: not alive(second))
-    assert alive(process) and not process.children()
+    until(lambda: not alive(second) and not process.children())  # it is waited for a moment after its end
+    assert alive(process)
     for one in busy:
         one.communicate(timeout=SECONDS)
 

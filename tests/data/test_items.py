@@ -19,6 +19,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from hvd_train.config import load_config
+from hvd_train.data import items
 from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataRequest
 from hvd_train.data.formats import read_digits
@@ -434,7 +435,13 @@ def test_columns_that_are_not_there():
         load_config(base={"data": {"name": "digits", "features": ["x"]}})
 
 
-def test_no_process_is_left():
+@pytest.fixture
+def forks(monkeypatch):
+    """Other tests of this process may have computed with TensorFlow, after which none is forked."""
+    monkeypatch.setattr(items, "_tensorflow_runs", lambda: False)
+
+
+def test_no_process_is_left(forks):
     train = opened(Digits(1.0), workers=2).train
     mine = [child for child in psutil.Process().children() if child.name() == psutil.Process().name()]
     assert len(mine) >= 2
@@ -444,7 +451,7 @@ def test_no_process_is_left():
     assert len(psutil.wait_procs(mine, timeout=20)[1]) == 0
 
 
-def test_a_process_that_dies_is_told():
+def test_a_process_that_dies_is_told(forks):
     train = opened(Digits(1.0)).train
     for child in psutil.Process().children():
         os.kill(child.pid, signal.SIGKILL)
@@ -527,7 +534,7 @@ class Wide(Digits):
         return image * wide.exp().clamp(max=1).mean(), label
 
 
-def test_a_process_does_not_wait_for_threads_that_it_lacks():
+def test_a_process_does_not_wait_for_threads_that_it_lacks(forks):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

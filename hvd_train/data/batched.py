@@ -1,4 +1,4 @@
-"""Data sets that give whole batches, a tf.data.Dataset and a keras.utils.PyDataset, as streams of samples."""
+"""Read the single samples of data sets that give whole batches: tf.data.Dataset and keras.utils.PyDataset."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ class Items:
         return self._collate([item]) if self._collate else item
 
     def _check_axes(self, inputs: Any) -> None:
-        """Refuse tensors of which nobody can say whether they are images."""
+        """Refuse tensors that may be images or not, as their first and last axes both have 1 or 3 entries."""
         for x in [inputs[key] for key in inputs.keys()] if hasattr(inputs, "keys") else [inputs]:  # noqa: SIM118
             shape = tuple(getattr(x, "shape", ()))[self._collate is not None :]
             if _is(x, "torch", "Tensor") and len(shape) == 3 and shape[0] in CHANNELS and shape[-1] in CHANNELS:

@@ -183,16 +183,16 @@ def _prepared(
     """Make a source whose inputs are prepared; ``divided``: the file holds training and validation samples."""
     preparation = Preparation(table, features, config, fitted)
     columns, names = _labels(table, labels, classes, task)
-    made = np.arange(len(table.columns[features[0]]))
+    rows = np.arange(len(table.columns[features[0]]))  # of the training samples
     if not fitted:
         if classes.run:
             what = "the run was trained without data.categories, missing, scale and dates"
             raise DataError(what, where=str(table.path), fix="leave them out; fill empty cells, or leave the rows out")
         if divided:  # labels decide which samples are held out
-            whole = Arrays(made, columns, str(table.path), classes, task)
+            whole = Arrays(rows, columns, str(table.path), classes, task)
             train, _ = whole.fold(*config.fold) if config.fold else whole.split(config.val_fraction)
-            made = np.asarray(train.rows)
-        fitted = preparation.fit(made)
+            rows = np.asarray(train.rows)
+        fitted = preparation.fit(rows)
     elif config.fitted and not classes.run:
         what = "data.fitted is given, and nothing is computed from these training samples (leave it out to do so)"
         remarks = [*remarks, what]

@@ -116,7 +116,7 @@ class Task:
         self._lay_out()
 
     def probe_step(self, results: Callable[[np.ndarray], StepResult], rows: int) -> None:
-        """Try the user's step on ``rows`` made-up samples, together and one by one; ``results`` runs it on some."""
+        """Try the user's step on made-up samples, together and one by one. ``results`` runs it on these of ``rows``."""
         assert self.step
         self._remark = self.step.check_alone(results, rows, self._ops)
 

@@ -39,7 +39,7 @@ def states(model: keras.Model) -> list[Any]:
 
 
 def common_state() -> Any:
-    """Return the state of the generator from which ``keras.random`` draws without a seed, as in a user's step."""
+    """Return the state of Keras' global generator, which ``keras.random`` uses if it is given no seed."""
     return global_seed_generator().state
 
 

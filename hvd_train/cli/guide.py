@@ -23,7 +23,7 @@ MOST, SHOWN = 8, 80  # maximum pages of a search, and characters of each page's 
 RECIPES = (
     "regression", "words-and-gaps", "multi-label", "imbalanced", "segmentation", "autoencoder", "k-fold",
     "forecasting", "text-classification", "transfer-learning", "trackers", "notebook", "gan", "reinforcement-learning",
-    "from-pytorch", "from-lightning", "from-accelerate", "from-keras", "from-scikit-learn",
+    "from-pytorch", "from-lightning", "from-hugging-face", "from-accelerate", "from-keras", "from-scikit-learn",
 )  # fmt: skip
 
 

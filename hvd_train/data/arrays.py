@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -89,7 +89,7 @@ class Arrays:
         )
         divided = [column for column in self._labels.values() if column.field.divisor != 1]
         every = (*self._inputs.values(), *divided)
-        described = (column.note for column in every if not (images and column.field.image))
+        described = _described(column for column in every if not (images and column.field.image))
         self.note = "\n".join(filter(None, (*notes, *described)))
         self.remarks += tuple(filter(None, map(_remark_on_rounding, self._inputs.values())))
         for name, column in self._labels.items():
@@ -213,6 +213,15 @@ def float64_arrays(part: Any, unnamed: str = "") -> dict[str, np.ndarray]:
     """Return the float64 arrays of a dict, or a single float64 array as ``unnamed``."""
     named = part if isinstance(part, Mapping) else {unnamed: part}
     return {name: x for name, x in named.items() if isinstance(x, np.ndarray) and x.dtype == np.float64}
+
+
+def _described(columns: Iterable[Column]) -> list[str]:
+    """Return a line for each kind of dtype that has something to be said about it, with the columns of this kind."""
+    titles: dict[str, list[str]] = {}
+    for column in columns:
+        if column.note:
+            titles.setdefault(column.note, []).append(column.title)
+    return [f"{', '.join(said)} {note}" for note, said in titles.items()]
 
 
 def _remark_on_rounding(column: Column, whole: bool = False) -> str:

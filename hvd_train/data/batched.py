@@ -14,6 +14,7 @@ from hvd_train.data.order import permute
 from hvd_train.errors import DataError
 
 MOST_SECONDS = 120.0  # to count samples
+LOOKED_AT = 16  # first samples of a tf.data.Dataset, which make its fingerprint
 PAIR = "let it give (inputs, labels), each an array or a dict of arrays by their names"
 
 
@@ -109,8 +110,12 @@ class PipelineStream:
         self._count = count if count >= 0 else _counted(data, batches, where)
         kind = "a batch, as model.fit takes it" if batches else "one sample"
         self.remark = f"an element of the tf.data.Dataset is {kind}: {self._count:,} samples"
-        spec = repr(data.element_spec)
-        self.fingerprint = f"tf.data {self._count} {hashlib.sha256(spec.encode()).hexdigest()}"
+        digest = hashlib.sha256(repr(data.element_spec).encode())
+        for pair in self._samples.take(LOOKED_AT).as_numpy_iterator():
+            for part in pair:
+                for x in part.values() if isinstance(part, dict) else [part]:
+                    digest.update(np.ascontiguousarray(x).tobytes())
+        self.fingerprint = f"tf.data {self._count} {digest.hexdigest()}"
 
     def __len__(self) -> int:
         return self._count
@@ -151,7 +156,7 @@ def _first(value: Any) -> Any:
 
 
 def _row(value: Any, k: int) -> Any:
-    return {key: _row(x, k) for key, x in value.items()} if isinstance(value, dict) else np.asarray(value[k])
+    return {key: _row(x, k) for key, x in value.items()} if isinstance(value, dict) else np.asanyarray(value[k])
 
 
 def _digest(data: Any, batches: int) -> str:

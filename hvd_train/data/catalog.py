@@ -215,5 +215,10 @@ def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.Proc
     if any(getattr(part, "ordered", False) for part in (data.train, data.val)):
         what = "a stream is read in its own order, which packed data do not keep"
         raise DataError(what, where=f"data.name: {config.name}", fix="give it as it is, or pack what it reads")
+    items = getattr(data.train, "items", None)
+    if items is not None and (items.random or items.weights is not None):
+        what = "training samples are random" if items.random else "the DataLoader's sampler has weights"
+        fix = "train on the data as they are; or let random changes be data.transforms"
+        raise DataError(f"{what}, which packed data do not keep", where=f"data.name: {config.name}", fix=fix)
     origin = f"{config.name} {config.path or ''}".strip()
     return packing.pack(data.train, data.val, data.parts.get("test"), origin, task, folder, world)

@@ -18,7 +18,7 @@ from hvd_train.config import DataConfig
 from hvd_train.errors import DataError, listing, noun_and_names
 from hvd_train.protocol import Field, Sample, Source
 
-TRAINING = "the training part"
+OF_CONFIG, TRAINING = "data.classes", "the training part"  # where class names may come from
 MAX_NAME = 1000  # characters that a checkpoint's manifest takes
 
 
@@ -39,6 +39,7 @@ def values_of(names: Sequence[str]) -> np.ndarray | None:
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 WHOLE = "^-?[0-9]+$"  # also for pyarrow
+PADDED = "^-?0[0-9]+$"  # a code, such as a postal code, rather than a number
 
 
 def numbers_of(names: Iterable[str]) -> dict[str, float] | None:
@@ -111,7 +112,7 @@ class Known:
     def of(cls, config: DataConfig, run: Sample | None = None) -> Known:
         """Combine ``data.classes`` with the fields of the run whose checkpoint is used."""
         setting = config.classes
-        whose = "data.classes" if setting else ""
+        whose = OF_CONFIG if setting else ""
         named = setting if isinstance(setting, dict) else {}
         listed = tuple(setting) if isinstance(setting, list) else None
         default = Classes(config.num_classes, listed, setting == "auto", whose)

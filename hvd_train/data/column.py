@@ -21,6 +21,11 @@ COARSE, SAME = 1e-3, 1e-12
 TRAVEL = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 
 
+def is_uint64(dtype: np.dtype) -> bool:
+    """Return whether these are unsigned integers of 64 bits, in either order of bytes."""
+    return dtype.kind == "u" and dtype.itemsize == 8
+
+
 def is_class(number: int, classes: int | None) -> bool:
     """Return whether ``number`` (such as ``task.ignore_index``) is in [0, classes)."""
     return 0 <= number < (classes or 0)
@@ -97,7 +102,7 @@ class Column:
                 finite = math.isfinite(np.sum(values))
             if not finite:
                 self.check(np.isfinite(values), rows, "NaN or infinity")
-        elif values.dtype == np.uint64:
+        elif is_uint64(values.dtype):
             self.check(np.less(values, 1 << 63), rows, "a number of more than 63 bits")
         if self.yes_or_no and self.field.divisor == 1 and not self.field.classes:
             good = (values >= -ROUNDING) & (values <= 1 + ROUNDING)
@@ -152,14 +157,14 @@ class Column:
 
     @property
     def note(self) -> str:
-        """Return a line for the user about the dtype, because bytes and integers are ambiguous."""
+        """Return what is to be said about the dtype, after the title: bytes and integers are ambiguous."""
         kind = np.dtype(self.values.dtype)
         if self.field.divisor != 1:
-            return f"{self.title} are uint8 and are divided by 255 (store ids, such as tokens, as int32)"
+            return "are uint8 and are divided by 255 (store ids, such as tokens, as int32)"
         if kind == np.uint8:
-            return f"{self.title} are uint8 with a label per position: treated as ids, not divided by 255"
+            return "are uint8 with a label per position: treated as ids, not divided by 255"
         if kind.kind in "iu":
-            return f"{self.title} are {kind} and reach the model as whole numbers (store quantities as float32)"
+            return f"are {kind} and reach the model as whole numbers (store quantities as float32)"
         return ""
 
 

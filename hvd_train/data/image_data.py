@@ -12,7 +12,7 @@ import numpy as np
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import images, webdataset
 from hvd_train.data.arrays import Arrays
-from hvd_train.data.classes import NUMBER, WHOLE, Known, Words, numbers_of, values_of
+from hvd_train.data.classes import NUMBER, OF_CONFIG, PADDED, WHOLE, Classes, Known, Words, numbers_of, values_of
 from hvd_train.data.column import LABEL
 from hvd_train.data.dataset import DataRequest, Parts, Whole, class_task, existing_folder, existing_path, known
 from hvd_train.data.number_labels import OF_NUMBERS, check_order
@@ -85,8 +85,8 @@ def _images(
     inputs = images.ImageFiles(held, config.image_size, colored)
     labels: Any = {}
     if request.labels:
-        known_names = classes.label(LABEL, True).names or ()
-        labels = np.array([numbers[name] for name in held.names]) if numbers else _labels_of(held, known_names)
+        its = classes.label(LABEL, True)
+        labels = np.array([numbers[name] for name in held.names]) if numbers else _labels_of(held, its)
     remarks = [*remarks, *filter(None, [held.note]), *images.remarks_on_pixels(held)]
     if held.colored and not colored:
         remarks.append(f"{held.where} holds images in color, which are read as gray like those of the training")
@@ -136,11 +136,12 @@ def _remark_on_positions(held: images.Listing, task: TaskConfig) -> list[str]:
     return [f"{loss} gets classes in alphabetical order: {pairs} (data.classes sets another order)"]
 
 
-def _labels_of(held: images.Listing, known_names: Sequence[str]) -> Any:
+def _labels_of(held: images.Listing, known: Classes) -> Any:
     """Return the classes of the files as words, or as integers if all .cls files hold integers.
 
-    ``known_names``: known class names; if some of them are words that occur, all labels are words.
+    If some of the ``known`` names are words that occur, or codes such as 007 are to be numbered, all labels are words.
     """
+    known_names = known.names or ()
     names, words = set(held.names), set(known_names) if values_of(known_names) is None else set()
     whole = {name for name in names if re.fullmatch(WHOLE, name)}
     if not held.numbered or names & words:
@@ -162,6 +163,11 @@ def _labels_of(held: images.Listing, known_names: Sequence[str]) -> Any:
         what += " words" if is_odd else f", as '{min(whole, key=lambda name: (-counts[name], name))}'"
         fix = "write all classes as whole numbers or all as words; or list data.classes, as words"
         raise DataError(what, where=str(held.files[odd]), fix=fix)
+    codes = sorted(name for name in whole if re.fullmatch(PADDED, name))
+    if codes and known.auto:
+        return Words.read(np.array(held.names))
+    if codes and known_names and known.whose != OF_CONFIG:
+        raise known.strange(codes, str(held.files[held.names.index(codes[0])]))
     values = {name: int(name) for name in whole}
     writings: dict[int, str] = {}
     for name, value in values.items():

@@ -267,8 +267,10 @@ def _header(path: ImageFile) -> Header | None:
 
 
 def _read_header(path: ImageFile, image: Any) -> Header:
-    if image.mode.startswith(("I", "F")):  # Pillow would cut their values off at 255
-        raise DataError(f"an image of mode {image.mode}", where=str(path), fix="store it with 8 bits per channel")
+    # Pillow would cut the values of single numbers off at 255, and the lower bits of colors.
+    if image.mode.startswith(("I", "F")) or _is_deep(image):
+        kind = f"an image of mode {image.mode}" + ", with more than 8 bits per channel" * _is_deep(image)
+        raise DataError(kind, where=str(path), fix="store it with 8 bits per channel")
     tag = 1
     # EXIF at the end of a PNG file is not read: the image would have to be decoded first.
     if "exif" in image.info or image.format == "TIFF":
@@ -279,6 +281,17 @@ def _read_header(path: ImageFile, image: Any) -> Header:
     transparent = "A" in image.getbands() or "transparency" in image.info
     animated = bool(getattr(image, "is_animated", False))
     return Header(image.mode, (height, width) if swapped else (width, height), tag != 1, transparent, animated)
+
+
+def _is_deep(image: Any) -> bool:
+    """Return whether the file has more than 8 bits for each channel; ``image`` is not decoded yet."""
+    # What is given to the decoder: ("raw", box, offset, "RGB;16B"), or for PNM ("ppm", box, offset, ("RGB", 65535)).
+    arguments = [tile[3] if isinstance(tile[3], tuple) else (tile[3],) for tile in image.tile]
+    return any(
+        (isinstance(x, str) and ";16" in x) or (tile[0].startswith("ppm") and isinstance(x, int) and x > 255)
+        for tile, given in zip(image.tile, arguments, strict=True)
+        for x in given
+    )
 
 
 def remarks_on_pixels(listing: Listing) -> list[str]:

@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from hvd_train.data.batched import gives_batches
+from hvd_train.data.column import check_no_mask
 from hvd_train.data.generators import beside, generators_kept, generators_of, seed_all, states
 from hvd_train.data.images import upright
 from hvd_train.data.item_workers import ItemWorkers
 from hvd_train.data.order import mix, stream
 from hvd_train.errors import DataError
 
-LOOKED_AT = 4  # samples that make the fingerprint
+LOOKED_AT, LOOKED_AT_TENSORS = 4, 64  # samples that make the fingerprint, and of a TensorDataset
 TRIED, TRIED_SECONDS = 24, 3.0  # samples that are read twice, until this time is over
 EVALUATION = -1  # the epoch of samples that are not for training
 CHANNELS = (1, 3)
@@ -81,7 +82,8 @@ class Items:
         self.rows = np.arange(self._length)
         self._own = [one for part in (dataset, collate) for one in generators_of(part)]
         self.still = _draws_nothing(dataset) and not collate
-        few = sorted({*np.linspace(0, self._length - 1, LOOKED_AT).astype(int).tolist()}) if self._length else []
+        number = LOOKED_AT if not self.still else LOOKED_AT_TENSORS
+        few = sorted({*np.linspace(0, self._length - 1, number).astype(int).tolist()}) if self._length else []
         self.random = False
         if self._length and not collate:
             with generators_kept():
@@ -94,7 +96,9 @@ class Items:
             if collate and self._length > 2:
                 self._check_collate(collate)
         self.fingerprint = self._fingerprint(few)
-        self.num_classes = _classes_of(dataset)
+        self.num_classes, self.counted = _classes_of(dataset), False
+        if self.num_classes is None and (targets := _targets(dataset)) is not None and len(targets):
+            self.num_classes, self.counted = int(targets.max()) + 1, True
 
     @classmethod
     def of(cls, part: Any, where: str, **keys: Any) -> Items:
@@ -288,8 +292,9 @@ class Items:
 
     def _fingerprint(self, rows: Sequence[int]) -> str:
         kind = type(self._dataset)
+        targets = _targets(self._dataset)
         text = f"{kind.__module__}.{kind.__qualname__} {self._length} {self._digest(rows, 0)}"
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(text.encode() + (b"" if targets is None else targets.tobytes())).hexdigest()
 
 
 def _converted(value: Any, batched: bool = False, images: bool | None = None) -> Any:
@@ -301,7 +306,10 @@ def _converted(value: Any, batched: bool = False, images: bool | None = None) ->
     image = images is not False and _is(value, "torch", "Tensor") and value.ndim == 3 + batched
     if image and value.shape[batched] in CHANNELS and (images or value.shape[-1] not in CHANNELS):
         value = value.movedim(int(batched), -1)
-    return value.detach().cpu().numpy() if _is(value, "torch", "Tensor") else np.asarray(value)
+    if _is(value, "torch", "Tensor"):
+        return value.detach().cpu().numpy()
+    check_no_mask(value, "values of a sample", "the data set")
+    return np.asarray(value)
 
 
 def _first_of(collated: Any) -> Any:
@@ -371,7 +379,7 @@ def _targets(dataset: Any) -> np.ndarray | None:
 
 
 def _classes_of(dataset: Any) -> int | None:
-    """Return the number of classes that the data set says or lists."""
+    """Return the number of classes that the data set says."""
     if (count := getattr(dataset, "num_classes", None)) is not None:
         return int(count)
     if isinstance(names := getattr(dataset, "classes", None), list | tuple):
@@ -381,10 +389,7 @@ def _classes_of(dataset: Any) -> int | None:
     if _is(dataset, "torch.utils.data", "ConcatDataset"):
         counts = [_classes_of(one) for one in dataset.datasets]
         return None if None in counts else max(counts)  # type: ignore[type-var]
-    if (feature := _class_label(dataset)) is not None:
-        return int(feature)
-    labels = _targets(dataset)
-    return None if labels is None or not len(labels) else int(labels.max()) + 1
+    return _class_label(dataset)
 
 
 def _class_label(dataset: Any) -> int | None:
@@ -393,4 +398,4 @@ def _class_label(dataset: Any) -> int | None:
     if not hasattr(features, "values"):
         return None
     counts = [one.num_classes for one in features.values() if hasattr(one, "num_classes")]
-    return counts[0] if len(counts) == 1 else None
+    return int(counts[0]) if len(counts) == 1 else None

@@ -197,7 +197,10 @@ def _masked_text(config: DataConfig, task: TaskConfig, request: DataRequest) -> 
 
 def _packed(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
     """a folder written by 'hvd-train data pack': any other kind in a few large files (memory-mapped)"""
-    train, val, test = packed.open_packed(existing_folder(config), config, task, request.labels)
+    folder = existing_folder(config)
+    if request.run or config.fitted:
+        packed.check_prepared(folder, config.fitted)
+    train, val, test = packed.open_packed(folder, config, task, request.labels)
     parts: dict[str, Source] = {"train": train, "val": val}
     return parts | {"test": test} if test and request.reads_test else parts
 

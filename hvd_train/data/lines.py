@@ -7,6 +7,8 @@ from functools import partial
 from itertools import dropwhile
 from pathlib import Path
 
+import numpy as np
+
 from hvd_train.errors import DataError
 
 LONGEST = 1 << 26  # bytes of a line
@@ -47,6 +49,21 @@ def check_empty_lines(path: Path) -> None:
                 empty = empty or row
             elif empty:
                 raise DataError("the line is empty", where=f"{path}, row {empty}", fix="correct it, or leave it out")
+
+
+def breaks_within_quotes(path: Path) -> bool:
+    """Return whether a line ends within quotation marks: the number of them before its end is odd."""
+    odd = 0  # 1 after an odd number of marks
+    with open(path, "rb") as stream:
+        for piece in iter(partial(stream.read, PIECE), b""):
+            if b'"' not in piece and not odd:
+                continue
+            bytes_ = np.frombuffer(piece, np.uint8)
+            marks = (odd + np.cumsum(bytes_ == ord('"'), dtype=np.int64)) % 2  # (bytes,)
+            if marks[bytes_ == ord("\n")].any():
+                return True
+            odd = int(marks[-1])
+    return False
 
 
 def remark_on_lines(path: Path, rows: int) -> str:

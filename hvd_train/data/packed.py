@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,10 +28,18 @@ def open_packed(
     manifest = read_manifest(folder)
     parts = manifest.train, manifest.val, manifest.test
     train, val, *tests = (Packed(folder, part, config.num_classes, config.images) for part in parts if part)
-    train.vocabulary = manifest.vocabulary
+    train.vocabulary, train.fitted = manifest.vocabulary, manifest.fitted
     if config.target == "labels" and labelled:
         _check_task(manifest, train.sample.joined(val.sample), config, task, folder)
     return train, val, tests[0] if tests else None
+
+
+def check_prepared(folder: Path, run: list[dict[str, Any]] | None) -> None:
+    """Refuse a packed table whose columns were prepared in another way than data.fitted of a trained run."""
+    if read_manifest(folder).fitted != run:
+        what = "the columns of the packed table were prepared in another way than the run's"
+        fix = "take the table itself (data.name: table), or pack it with data.fitted of the run's config.yaml"
+        raise DataError(what, where=str(folder), fix=fix)
 
 
 def label_classes(sample: Sample, task: TaskConfig) -> dict[str, bool]:
@@ -69,6 +78,7 @@ class Packed:
     ) -> None:
         self._count, self._rows = part.count, part.rows
         self.fingerprint, self.note, self.vocabulary = part.fingerprint, part.note, ""
+        self.fitted: list[dict[str, Any]] | None = None
         fields: dict[str, dict[str, Field]] = {kind: {} for kind in KINDS}
         self._maps: dict[str, dict[str, list[np.ndarray]]] = {kind: {} for kind in KINDS}
         for kind, name, column in part.columns():

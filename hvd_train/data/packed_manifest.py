@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
@@ -59,6 +59,7 @@ class PackManifest(_Record):
     """The contents of a packed folder.
 
     ``classes``: for each label, whether it was packed as classes. ``vocabulary``: the tokenizer of a text, as JSON.
+    ``fitted``: how the columns of a table were prepared, as data.fitted.
     """
 
     version: Literal[1]
@@ -69,6 +70,7 @@ class PackManifest(_Record):
     val: PackedPart
     test: PackedPart | None = None
     vocabulary: str = ""
+    fitted: list[dict[str, Any]] | None = None
 
     def shards(self) -> Iterator[tuple[PackedColumn, Shard]]:
         """Yield every file of all parts, with its column."""

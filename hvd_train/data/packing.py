@@ -74,6 +74,7 @@ def pack(
         classes=label_classes(train.sample, task),
         ignore_index=task.ignore_index,
         vocabulary=getattr(train, "vocabulary", ""),
+        fitted=getattr(train, "fitted", None),
         **parts,
     )
 

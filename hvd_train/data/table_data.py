@@ -14,7 +14,7 @@ from hvd_train.config import DataConfig, TaskConfig, did_you_mean
 from hvd_train.data import tables
 from hvd_train.data.arrays import Arrays
 from hvd_train.data.classes import Known
-from hvd_train.data.column import LABEL
+from hvd_train.data.column import LABEL, is_uint64
 from hvd_train.data.dataset import DataRequest, Parts, Whole, existing_path, known
 from hvd_train.data.preparation import Facts, Preparation, prepares
 from hvd_train.data.ragged import joined_rows
@@ -233,7 +233,7 @@ def _of_lists(
         if before and name in before.inputs and not before.inputs[name].whole:
             flat = flat.astype(np.float64)
         # uint64 is kept: values too large for int64 are refused when samples are fetched.
-        kept = flat if flat.dtype.kind == "f" or flat.dtype == np.uint64 else flat.astype(np.int64)
+        kept = flat if flat.dtype.kind == "f" or is_uint64(flat.dtype) else flat.astype(np.int64)
         inputs[name] = joined_rows(kept, sizes, f"column '{name}'", where, lengths)
     for name in labels:
         if name in listed:

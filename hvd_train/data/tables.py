@@ -4,8 +4,10 @@ after the header."""
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +15,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvd_train.config import TaskConfig
-from hvd_train.data.classes import MISSING, NUMBER, WHOLE, Classes, Known, Words, remarks_on_missing, values_of
+from hvd_train.data.classes import MISSING, NUMBER, OF_CONFIG, PADDED, WHOLE, Classes, Known, Words, remarks_on_missing, values_of
 from hvd_train.data.column import loses_differences
 from hvd_train.data.formats import parquet_size, unreadable
 from hvd_train.data.images import PART_NAMES, part_of
 from hvd_train.data.jsonl import first_keys, read_jsonl
-from hvd_train.data.lines import LONGEST, check_empty_lines, delimiter, header, remark_on_lines
+from hvd_train.data.lines import (
+    LONGEST,
+    breaks_within_quotes,
+    check_empty_lines,
+    delimiter,
+    header,
+    remark_on_lines,
+)
 from hvd_train.data.memory import check_free
 from hvd_train.errors import DataError, listing, reason
 
@@ -34,6 +43,7 @@ WORDS_OF_FEATURES = "correct it, list the column in data.categories if it holds 
 GAPS = "leave the row or the column out; in a training data.missing fills gaps of features"
 NUMERIC = ("int", "uint", "float", "double", "halffloat", "decimal")
 MIXED = "correct it; or list data.classes, as words"
+PER_SECOND = {"s": 1e0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # units of times
 KINDS = {"int64": "whole number of 64 bits", "float64": "number"}
 
 
@@ -104,14 +114,11 @@ def _cells(path: Path, names: Sequence[str], broken: list[Any]) -> Any:
         broken.append(row)
         return "error"
 
-    parse = arrow.ParseOptions(delimiter=delimiter(path), invalid_row_handler=stop)
-    try:
-        return arrow.read_csv(path, options, parse, convert)
-    except pyarrow.ArrowInvalid:
-        # A block may end within a cell of several lines. Parsing such cells is slower, and few files have them.
-        broken.clear()
-        parse.newlines_in_values = True
-        return arrow.read_csv(path, options, parse, convert)
+    # A block may end within a cell of several lines, and what follows may look like rows. Parsing such cells is slower.
+    longer = path.stat().st_size > options.block_size
+    several = longer and breaks_within_quotes(path)
+    parse = arrow.ParseOptions(delimiter=delimiter(path), invalid_row_handler=stop, newlines_in_values=several)
+    return arrow.read_csv(path, options, parse, convert)
 
 
 @dataclass(frozen=True)
@@ -242,6 +249,8 @@ class Table:
         listed = values_of(known.names or ())
         if known.auto or (known.whose and listed is not None):
             good = np.isin(values, [*(() if listed is None else listed), ignore]) | known.auto
+            if str(column.type) == "string" and known.whose != OF_CONFIG:  # whose classes are called by their numbers
+                good &= ~_matched(column, PADDED)
             expected = listing(known.names or ())
         else:
             count = max(known.count or 0, len(known.names or ()))
@@ -282,7 +291,7 @@ class Table:
         if not whole.all():
             what = "is no whole number, and task.loss: cross_entropy wants classes"
             raise self._fault(name, int(np.argmin(whole)), column, what)
-        return False
+        return known.auto and bool(_matched(column, PADDED).any())
 
     def _coded(self, name: str, column: ChunkedArray, known: Classes) -> Words:
         import pyarrow.compute as pc
@@ -345,15 +354,23 @@ class Table:
         where, fix = f"{self.path}, column '{name}'", "write dates as 2026-11-30, times as 2026-11-30 12:00:00"
         if not str(column.type).startswith(("string", "date", "timestamp", "null")):
             raise DataError(f"a column of type {column.type} holds no dates", where=where, fix=fix)
+        if str(column.type).startswith(("string", "null")):
+            column = self._stamps(column, where, fix)
+        kind = str(column.type)
+        per_day = 1.0 if kind.startswith("date32") else 86_400 * PER_SECOND[re.findall(r"\[(\w+)", kind)[0]]
+        whole = column.cast("int32" if kind.startswith("date32") else "int64")
+        return np.asarray(whole.cast("float64", safe=False), np.float64) / per_day
+
+    def _stamps(self, column: ChunkedArray, where: str, fix: str) -> ChunkedArray:
+        """Return the times (n,) that a column of text holds."""
+        import pyarrow
+
         try:
-            try:
-                stamps = column.cast(pyarrow.timestamp("us"), safe=False)
-            except pyarrow.ArrowInvalid:  # with time zones
-                stamps = column.cast(pyarrow.timestamp("us", tz="UTC"), safe=False)
+            return column.cast(pyarrow.timestamp("us"))
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
+            with suppress(pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError):
+                return column.cast(pyarrow.timestamp("us", tz="UTC"))  # with time zones
             raise DataError(f"it holds no dates: {reason(error)}", where=where, fix=fix) from error
-        micro = np.asarray(stamps.cast("int64").cast("float64", safe=False), np.float64)
-        return micro / 86_400e6
 
     def _marked(self, name: str) -> ChunkedArray:
         """Return a column whose words for a missing value are none."""

@@ -231,21 +231,27 @@ class ItemSource(UserSource):
             items = items or Items.of(
                 user_source, where, features=config.features, labels=config.labels, images=config.images
             )
+        losses = [loss for loss, _ in task.terms.values()]
+        if items.counted and not task.step and not any(loss == "cross_entropy" or ":" in loss for loss in losses):
+            items.num_classes, items.counted = None, False  # its targets are numbers
         if len(items):
             _check_counted(items.num_classes, task, classes, where)
         super().__init__(items, config, task, where, classes, labelled)
+        if items.counted and "cross_entropy" not in losses and self.sample.declared_classes == items.num_classes:
+            self._say(f"the data set lists targets of {items.num_classes} classes (data.num_classes says otherwise)")
         if items.weights is not None and config.sampling:
             what = "the DataLoader has a WeightedRandomSampler, and samples are drawn once"
             raise DataError(what, where=f"data.sampling: {config.sampling}", fix="leave one of the two out")
         self.items, self.rows = items, items.rows
         if items.weights is not None:
-            line = "training samples are drawn by the weights of the DataLoader's sampler, with replacement"
-            self.note = "\n".join(filter(None, [self.note, line]))
+            self._say("training samples are drawn by the weights of the DataLoader's sampler, with replacement")
         if items.random:
-            line = "samples are random: drawn by (seed, epoch, index), the same on any number of ranks and workers"
-            self.note = "\n".join(filter(None, [self.note, line]))
+            self._say("samples are random: drawn by (seed, epoch, index), the same on any number of ranks and workers")
         if not classes.run:  # ranks that evaluate are connected already, and draw nothing meanwhile
             items.begin(config.workers)
+
+    def _say(self, line: str) -> None:
+        self.note = "\n".join(filter(None, [self.note, line]))
 
     def _check_fetch(self) -> None:
         """Do nothing: ``Items`` has looked at the data set."""
@@ -263,7 +269,8 @@ class ItemSource(UserSource):
         return self._without(fold_held_out(self._labels(), part, parts, self._where))
 
     def _labels(self) -> np.ndarray:
-        labels = self.items.labels_known()
+        classes = any(field.classes for field in self.sample.labels.values())
+        labels = self.items.labels_known() if classes else None
         return np.zeros(len(self), np.int64) if labels is None else labels
 
     def _without(self, held: np.ndarray) -> tuple[ItemSource, ItemSource]:

@@ -45,15 +45,15 @@ class Gathered(Metric):
 
 
 class Gathering:
-    """The outputs and labels of one objective that this rank has evaluated. ``output``: of the objective."""
+    """The outputs and labels of one objective that this rank has evaluated. ``label``: of the objective; "": all."""
 
-    def __init__(self, output: str, where: str) -> None:
-        self._output, self._where = output, where
+    def __init__(self, label: str, where: str) -> None:
+        self._label, self._where = label, where
         self._parts: list[tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]] = []
 
     def add(self, outputs: np.ndarray, batch: Batch) -> None:
         """Add a batch: outputs (rows, ...), of which the first ``batch.count`` are samples."""
-        labels = {k: np.asarray(x)[: batch.count] for k, x in batch.labels.items() if self._output in ("", k)}
+        labels = {k: np.asarray(x)[: batch.count] for k, x in batch.labels.items() if self._label in ("", k)}
         self._parts.append((batch.indices[: batch.count], outputs[: batch.count], labels))
 
     def joined(self, ranks: Communicator) -> tuple[np.ndarray, Any] | None:

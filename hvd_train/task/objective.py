@@ -31,6 +31,7 @@ class Objective:
         class_weights: Any = None,
     ) -> None:
         self.output, self.loss, self.ignore_index, self._ops = output, loss, ignore_index, ops
+        self.label = output  # the label that the loss and the metrics get; "": all, or the only one
         self.prefix = output  # of its metrics' names
         by_user = ":" in loss
         where = f"task.loss: {loss}"

@@ -170,7 +170,7 @@ class Task:
 
     def gatherings(self) -> dict[int, Gathering]:
         """Return what an evaluation fills: an empty gathering for each objective with gathered metrics."""
-        return {k: Gathering(self.objectives[k].output, one.metric.where) for k, (one, *_) in self.gathered.items()}
+        return {k: Gathering(self.objectives[k].label, one.metric.where) for k, (one, *_) in self.gathered.items()}
 
     def rank(self, rows: np.ndarray, rankings: Mapping[int, Ranking]) -> np.ndarray:
         """Add the scores and marks of ``scores`` to ``rankings`` {objective: its ranking}. Return the rest."""

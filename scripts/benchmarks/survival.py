@@ -68,7 +68,7 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
             sync = trainer._sync
             self.on = sync.turns, trainer.config, trainer.stop_source, sync._sync_all
             unchecked = trainer.config.model_copy(update={"agreement_every_n_steps": 0})
-            self.off = Never(), unchecked, StopSource(), lambda _: None
+            self.off = Never(), unchecked, StopSource(), lambda *_: None
             self.switch(trainer)
 
         def switch(self, trainer) -> None:

@@ -129,7 +129,9 @@ class DataConfig(Section):
             given = [key for key in ("features", "labels") if getattr(self, key)]
             raise_problems([(key, "belongs to name: table, or to your own data set") for key in given])
         if self.name != "table":
-            raise_problems([(key, "belongs to name: table") for key in OF_TABLES if is_set(self, key)])
+            # A packed table has been prepared, and keeps how.
+            strange = [key for key in OF_TABLES if is_set(self, key) and (self.name, key) != ("packed", "fitted")]
+            raise_problems([(key, "belongs to name: table") for key in strange])
         if self.images is not None and self.name not in ARRAYS and ":" not in self.name:
             raise_problems([("images", f"belongs to {', '.join(ARRAYS)} and your own data")])
         if self.fold and not (self.fold[1] >= 2 and self.fold[0] < self.fold[1]):

@@ -407,6 +407,7 @@ def test_migrated_script(tmp_path):
 def test_stock_horovod_averages_nothing(tmp_path):
     """Why there is anything to migrate from. Its broadcast fails under Keras 3; without it, and from equal first
     weights, the ranks' weights come apart, and nobody says so."""
+    pytest.importorskip("horovod")  # scripts/setup --bindings both
     source = (ROOT / "tests" / "script" / "migration" / "horovod_keras_before.py").read_text()
     bare = source.replace("set_random_seed(hvd.rank())", "set_random_seed(0)").replace("callbacks=callbacks, ", "")
     assert bare.count("callbacks=") == 0

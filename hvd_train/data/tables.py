@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvd_train.config import TaskConfig
-from hvd_train.data.classes import MISSING, NUMBER, OF_CONFIG, PADDED, WHOLE, Classes, Known, Words, remarks_on_missing, values_of
+from hvd_train.data.classes import (
+    MISSING,
+    NUMBER,
+    OF_CONFIG,
+    PADDED,
+    WHOLE,
+    Classes,
+    Known,
+    Words,
+    remarks_on_missing,
+    values_of,
+)
 from hvd_train.data.column import loses_differences
 from hvd_train.data.formats import parquet_size, unreadable
 from hvd_train.data.images import PART_NAMES, part_of
@@ -348,7 +359,6 @@ class Table:
 
     def days(self, name: str) -> np.ndarray:
         """Return a column of dates or times as days since 1970 (n,) float64, NaN where a cell is empty."""
-        import pyarrow
 
         column = self._marked(name)
         where, fix = f"{self.path}, column '{name}'", "write dates as 2026-11-30, times as 2026-11-30 12:00:00"

@@ -220,3 +220,19 @@ def test_training_on_two_ranks(function, tmp_path):
         assert done.returncode == 0, done.stderr[-3000:]
         losses.append(json.loads((tmp_path / "runs" / str(ranks) / "summary.json").read_text())["val_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_masked_values_are_missing():
+    class Masked(Batches):
+        def __getitem__(self, k):
+            images, labels = super().__getitem__(k)
+            return np.ma.masked_greater(images, 0.9), labels
+
+    with pytest.raises(DataError, match="masked array, and .* missing"):
+        opened(Masked(10, 10))
+
+
+def test_changed_samples_are_other_data():
+    pairs = [tf.data.Dataset.from_tensor_slices((IMAGES[:20] / by, LABELS[:20])).batch(4) for by in (16, 16, 15)]
+    one, again, other = (opened(pair).train.fingerprint for pair in pairs)
+    assert one == again != other

@@ -1,5 +1,8 @@
 """Folders of images: classes, parts, colors and orientation; every fault is one line."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -9,6 +12,18 @@ from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataRequest
 from hvd_train.errors import DataError
 from tests.data.files import config, everything, fault, for_testing, opened, pictures
+
+
+def png_of_16_bits(color):
+    """One pixel. ``color``: of the PNG standard, 2: colors, 4: gray and alpha."""
+    row = b"\0" + b"\x0a\x0b" * {2: 3, 4: 2}[color]
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", 1, 1, 16, color, 0, 0, 0)),
+        (b"IDAT", zlib.compress(row)),
+        (b"IEND", b""),
+    ]
+    made = (struct.pack(">I", len(x)) + kind + x + struct.pack(">I", zlib.crc32(kind + x)) for kind, x in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(made)
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("RGB", 3), ("L", 1), ("RGBA", 3), ("LA", 1)])
@@ -58,6 +73,9 @@ def test_imagefolder_faults(tmp_path):
     assert "set data.image_size" in fault("imagefolder", tmp_path)
     Image.fromarray(np.full((7, 9), 40_000, np.uint16)).save(odd)
     assert "8 bits" in fault("imagefolder", tmp_path)
+    for deep in (png_of_16_bits(2), png_of_16_bits(4), b"P6 1 1 65535\n" + bytes(range(6))):  # colors, gray and alpha
+        odd.write_bytes(deep)
+        assert "mode RGB" in fault("imagefolder", tmp_path) and "8 bits" in fault("imagefolder", tmp_path)
     odd.write_bytes(whole)
     train = opened("imagefolder", tmp_path, image_size=8).train
     odd.unlink()  # while training

@@ -542,3 +542,33 @@ def test_a_process_does_not_wait_for_threads_that_it_lacks(forks):
         assert len(trained_on(train, 2, 2)[0]) == 30
     finally:
         torch.set_num_threads(before)
+
+
+def test_targets_of_a_loss_of_numbers_are_numbers():
+    """They tell neither classes nor what is held out of each."""
+    samples = utils.TensorDataset(torch.rand(40, 3), torch.arange(40) // 2)
+    config = load_config(base={"data": {"name": "mine:data", "val_fraction": 0.2}, "task": {"loss": "mse"}})
+    data = open_data(config.data, config.task, samples)
+    assert (len(data.train), len(data.val)) == (32, 8) and data.sample.declared_classes is None
+    classes = opened(samples, val_fraction=0.25)
+    assert classes.sample.num_classes == 20
+    own = load_config(base={"data": {"name": "mine:data"}, "task": {"loss": "math:hypot"}})
+    note = open_data(own.data, own.task, samples).train.note
+    assert "the data set lists targets of 20 classes (data.num_classes says otherwise)" in note
+
+
+def test_masked_values_are_missing():
+    class Masked(Digits):
+        def __getitem__(self, k):
+            return np.ma.masked_greater(IMAGES[k] / 16, 0.9), int(LABELS[k])
+
+    with pytest.raises(DataError, match="values of a sample are a masked array, and .* missing"):
+        opened(Masked(count=50))
+
+
+def test_changed_labels_are_other_data():
+    """Also those of samples that the fingerprint does not look at."""
+    x, y = torch.rand(60, 3), torch.arange(60) % 3
+    other = torch.where(torch.arange(60) == 31, (y + 1) % 3, y)
+    one, two = (opened(utils.TensorDataset(x, labels)).train.fingerprint for labels in (y, other))
+    assert one != two and one == opened(utils.TensorDataset(x, y)).train.fingerprint

@@ -243,3 +243,54 @@ def test_packed_samples_stay_on_disk(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20 < sum(file.stat().st_size for file in (tmp_path / "packed").iterdir())
+
+
+def test_a_packed_table_keeps_how_it_was_prepared(tmp_path):
+    """Else the run's weights would get the columns of another table as they are."""
+    path = tmp_path / "t.csv"
+    path.write_text("\n".join(["a,y", *(f"{1000 + 3 * k},{['no', 'yes'][k % 2]}" for k in range(40))]))
+    raw = DataConfig(name="table", path=str(path), labels="y")
+    folders = {}
+    for name, keys in (("scaled", {"scale": "standard"}), ("plain", {})):
+        folders[name] = tmp_path / name
+        catalog.pack(raw.model_copy(update=keys), TaskConfig(), folders[name], packing.Alone())
+    packed = DataConfig(name="packed", path=str(folders["scaled"]))
+    own = catalog.open_data(raw.model_copy(update={"scale": "standard"}))
+    data = catalog.open_data(packed)
+    assert data.fitted == own.fitted and data.fitted
+    again = catalog.open_data(packed.model_copy(update={"fitted": data.fitted}), request=DataRequest(run=data.sample))
+    assert len(again.train) == 32
+    plain = packed.model_copy(update={"path": str(folders["plain"])})
+    others = [(packed, None), (plain, data.fitted)]  # the run's data.fitted
+    for config, fitted in others:
+        with pytest.raises(DataError, match="prepared in another way than the run's; .*data.fitted of the run"):
+            config = config.model_copy(update={"fitted": fitted})
+            catalog.open_data(config, request=DataRequest(run=data.sample))
+
+
+def test_what_training_draws_is_not_packed(tmp_path):
+    torch = pytest.importorskip("torch")
+    samples = [(torch.tensor([k / 9.0]), k % 2) for k in range(20)]
+    weighted = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.rand(20, 2), torch.arange(20) % 2),
+        sampler=torch.utils.data.WeightedRandomSampler(torch.arange(1.0, 21), 20),
+    )
+
+    class Noisy(torch.utils.data.Dataset):
+        targets = [k % 2 for k in range(20)]
+
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, k):
+            return samples[k][0] + torch.rand(1), samples[k][1]
+
+    for data, told in ((weighted, "the DataLoader's sampler has weights"), (Noisy(), "training samples are random")):
+        module = SimpleNamespace(data=lambda data=data: data)
+        sys.modules["noisy_data"] = module
+        try:
+            config = DataConfig(name="noisy_data:data")
+            with pytest.raises(DataError, match=f"{told}, which packed data do not keep"):
+                catalog.pack(config, TaskConfig(), tmp_path / "packed", packing.Alone())
+        finally:
+            del sys.modules["noisy_data"]

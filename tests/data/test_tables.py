@@ -11,7 +11,7 @@ from pyarrow import csv, parquet
 from sklearn.datasets import load_diabetes, load_digits, load_iris
 
 from hvd_train.config import DataConfig, TaskConfig, load_config
-from hvd_train.data import tables
+from hvd_train.data import lines, tables
 from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataRequest
 from hvd_train.data.detect import kind_of
@@ -470,3 +470,53 @@ def test_labels_of_one_file_with_fractions_make_all_of_the_run_fractions(tmp_pat
     labels, other = evaluated(whole, [0.5, 1])
     assert labels.tolist() == [0.5, 1]
     assert other.remarks == ["labels 'label' are float32, and the run was trained with int64"]
+
+
+def test_a_block_may_end_within_a_quoted_cell(tmp_path):
+    """What follows in such a cell looks like rows, so parsing lines one by one finds no fault in it."""
+    cell = "x" * 40 + "\n-1000,-1000,none" * 3
+    path = tmp_path / "offers.csv"
+    rows = [f'{k % 10},{k % 7},"{cell[k % 37 :]}"' for k in range(15_000)]
+    path.write_text("\n".join(["price,area,comment", *rows]) + "\n")
+    assert path.stat().st_size > tables.BLOCK
+    table = tables.Table.read(path, ["price", "area"])
+    assert table.numbers("price").tolist() == [k % 10 for k in range(15_000)]
+    assert "15,000 rows in 60,000 lines" in table.joined
+    lines.PIECE, piece = 7, lines.PIECE  # marks and line breaks in pieces of their own
+    try:
+        assert lines.breaks_within_quotes(path) and tables.Table.read(path, ["area"]).numbers("area").max() == 6
+        path.write_text('a,b\n"x ""y"", z",1\n' * 9)
+        assert not lines.breaks_within_quotes(path)
+    finally:
+        lines.PIECE = piece
+
+
+def test_codes_with_zeros_keep_them(tmp_path):
+    """As postal codes: with ``classes: auto`` their names are what the file holds."""
+    path = tmp_path / "zip.csv"
+    path.write_text("\n".join(["x,zip", *(f"{k},{('00501', '01234', '90210')[k % 3]}" for k in range(30))]))
+    task = TaskConfig()
+    data = opened(path, "zip", task, classes="auto")
+    assert data.sample.labels["label"].names == ("00501", "01234", "90210")
+    path.write_text("\n".join(["x,zip", *(f"{k},{('501', '1234')[k % 2]}" for k in range(30))]))
+    run = opened(path, "zip", task, classes="auto").sample
+    assert run.labels["label"].names == ("501", "1234")
+    (tmp_path / "other.csv").write_text("x,zip\n1,501\n2,01234\n")
+    config = DataConfig(name="table", path=str(tmp_path / "other.csv"), labels="zip")
+    with pytest.raises(DataError, match="'01234' is no class of the run: 501, 1234; .*row 2"):
+        open_data(config, task, request=DataRequest(run=run, split="all"))
+
+
+def test_days_of_far_dates(tmp_path):
+    """Microseconds of such a date do not fit into 64 bits."""
+    far = pyarrow.array([9_404_092_800_000, -86_400], pyarrow.timestamp("s"))  # in the year 299,979
+    table = tables.Table.read(write(tmp_path / "t.parquet", {"far": far}), ["far"])
+    assert table.days("far").tolist() == [108_843_666.66666667, -1.0]
+    for kind, unit in (("date32", pyarrow.date32()), ("date64", pyarrow.date64())):
+        day = write(tmp_path / f"{kind}.parquet", {"day": pyarrow.array([-3, 20_787], pyarrow.int32()).cast(
+            pyarrow.date32()).cast(unit)})  # fmt: skip
+        assert tables.Table.read(day, ["day"]).days("day").tolist() == [-3.0, 20_787.0]
+    (tmp_path / "t.csv").write_text("day\n2023-02-28\n2023-02-29\n")
+    with pytest.raises(DataError, match="it holds no dates: .*2023-02-29") as told:
+        tables.Table.read(tmp_path / "t.csv", ["day"]).days("day")
+    assert "zone" not in str(told.value)

@@ -95,3 +95,43 @@ def test_two_ranks_have_the_value_of_all_predictions(framework, tmp_path):
     data = open_data(load_config(folder / "config.yaml").data).val
     want = margin(np.load(tmp_path / "rows.npy"), data.fetch(np.arange(len(data)))[1]["label"])
     assert json.loads((folder / "summary.json").read_text())["val_margin"] == pytest.approx(want, rel=1e-12)
+
+
+MINE = """
+import numpy as np
+import torch
+
+X = np.random.default_rng(0).normal(size=(37, 4)).astype(np.float32)
+LABELS = {"price": X.sum(1), "sold": (X.sum(1) > 0).astype(np.int64)}
+
+
+def data():
+    return tuple((X[rows], {name: y[rows] for name, y in LABELS.items()}) for rows in (slice(24), slice(24, 37)))
+
+
+def net():
+    return torch.nn.Linear(4, 2)
+
+
+def step(model, x, y):
+    z = model(x)
+    sold = torch.nn.functional.softplus(-z[:, 1] * (2 * y["sold"] - 1))
+    return {"price": (z[:, 0] - y["price"]) ** 2, "sold": sold, "outputs": z}
+
+
+def distance(outputs, labels):
+    return np.median(np.abs(outputs[:, 1] - labels["sold"]))
+"""
+
+
+def test_a_step_of_several_losses_gives_all_labels(tmp_path):
+    """Its losses have names of their own, which may be those of labels."""
+    pytest.importorskip("torch")
+    (tmp_path / "mine.py").write_text(MINE)
+    task = "task={step: 'mine:step', loss_weights: {price: 1, sold: 1}, metrics: ['gathered:mine:distance']}"
+    sets = ["model={name: 'mine:net'}", "data={name: 'mine:data'}", task, "max_epochs=1", "precision=64"]
+    run("fit", "--run-dir", "run", *(word for one in sets for word in ("--set", one)), cwd=tmp_path)
+    run("predict", "--run-dir", "run", "--trust", "-o", "rows.npy", cwd=tmp_path)
+    x = np.random.default_rng(0).normal(size=(37, 4)).astype(np.float32)[24:]
+    want = np.median(np.abs(np.load(tmp_path / "rows.npy")[:, 1] - (x.sum(1) > 0)))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["val_distance"] == pytest.approx(want, rel=1e-6)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from hvd_train.checkpoint import store
 from hvd_train.config import Config
-from hvd_train.errors import ConfigError
+from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.insight import calibration
 from hvd_train.insight.calibration import Placement, described
 from hvd_train.insight.plan import batch_of_rank
 from hvd_train.insight.prediction import Model
-from hvd_train.run_folder import layout
+from hvd_train.run_folder import layout, safe_reading
 from hvd_train.run_folder.terminal import on_terminal, say
 
 SECONDS = 30.0
@@ -61,8 +60,8 @@ def _earlier(config: Config, resume: str | None) -> Placement | None:
     run_dir = Path(config.run_dir)
     if not layout.goes_on(run_dir, resume) or not store.find(run_dir / "checkpoints"):
         return None
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        settings = json.loads((run_dir / "environment.json").read_bytes())
+    with suppress(OSError, CheckpointError, ValueError, KeyError, TypeError):
+        settings = safe_reading.json_object(run_dir / "environment.json")
         ranks, here = int(settings["ranks"]), int(settings["ranks_on_this_host"])
         return (ranks, int(settings["threads"])) if ranks == here else None
     return None

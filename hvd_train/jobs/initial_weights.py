@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train import files
 from hvd_train.checkpoint import store
 from hvd_train.checkpoint.manifest import MANIFEST, sample_of
 from hvd_train.checkpoint.serialize import read
@@ -22,9 +23,11 @@ from hvd_train.errors import CheckpointError, ConfigError, amount, listing, name
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs.resume import saved_vocabulary
 from hvd_train.protocol import Field, Sample, Tree, WeightNames
+from hvd_train.run_folder import safe_reading
 from hvd_train.update.parameter_groups import matches
 
 OF_HUGGING_FACE = ("model.safetensors", "pytorch_model.bin")  # files of a published model's folder
+MOST_BYTES = 64 << 20  # of the list of files of a published model
 SHOWN = 20  # maximum rows of the table for each kind
 NO_PLACE = "Keras numbered its layer after others, and the model has none in its place"
 UNUSED = "num_batches_tracked"  # PyTorch's batch counter, which is not used in computations
@@ -251,6 +254,8 @@ def _read(path: Path, config: Config, where: str) -> list[WeightFile]:
         raise ConfigError(
             "there is no such file or folder", where=where, fix="give a run folder, a checkpoint or a file"
         )
+    if not path.is_dir() and not path.is_file():  # a pipe would be waited for
+        raise ConfigError("it is no plain file", where=where, fix="give a run folder, a checkpoint or a file")
     # A run or a checkpoint of ours stays one, also if a model was exported into its folder.
     if path.is_dir() and not (path / "checkpoints").is_dir() and not (path / MANIFEST).exists():
         if index := next(iter(sorted(path.glob("*.safetensors.index.json"))), None):
@@ -301,15 +306,15 @@ def _safetensors(path: Path, where: str) -> WeightFile:
 def _shards(index: Path, where: str) -> WeightFile:
     """Read the weights of a folder that ``index`` (Hugging Face's JSON) divides among files."""
     try:
-        names = json.loads(index.read_text())["weight_map"]
-        files = sorted(set(names.values()))
+        names = safe_reading.parsed(files.content(index, MOST_BYTES))["weight_map"]
+        listed = sorted(set(names.values()))
         # An index of others must not lead to other folders.
-        if any(not isinstance(name, str) or Path(name).name != name for name in files):
+        if any(not isinstance(name, str) or Path(name).name != name for name in listed):
             raise ValueError("it names files of other folders")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"the list of files cannot be read: {named_reason(error)}"
         raise CheckpointError(what, where=f"{where}, {index.name}") from error
-    parts = [_safetensors(index.parent / name, f"{where}, {name}") for name in files]
+    parts = [_safetensors(index.parent / name, f"{where}, {name}") for name in listed]
     arrays = {name: x for part in parts for name, x in part.arrays.items()}
     if missing := sorted(name for name in names if name.replace("/", ".") not in arrays):
         what = f"its files lack {listing(missing)}"

@@ -225,6 +225,11 @@ def test_configurations_train(tmp_path, page, block, words):
     if "houses.csv" in block:  # which the page's code writes
         (tmp_path / "houses.py").write_text("\n".join(code))
         as_typed([sys.executable, "houses.py"], tmp_path)
+    if "people.csv" in block:
+        rows = [
+            f"{20 + k},{['Rome', '', 'Oslo'][k % 3]},19{60 + k}-03-01,{['low', 'high'][k // 20]}" for k in range(40)
+        ]
+        (tmp_path / "people.csv").write_text("\n".join(["age,city,hired,income", *rows, ",Rome,1950-01-01,low"]))
     if "texts.jsonl" in block:
         as_typed([sys.executable, "-c", "import mine; mine.write_texts()"], tmp_path)
     printed = as_typed(["hvd-train", "fit", "-c", "job.yaml", *words], tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -289,6 +290,15 @@ def test_files_of_pytorch(tmp_path, capsys):
         index.write_text(json.dumps(content))
         with pytest.raises(TrainError, match=told):
             run(tmp_path / "refused", model=Model(), model_keys={"init_from": str(tmp_path / "two")})
+    index.unlink()
+    os.mkfifo(index)
+    os.mkfifo(tmp_path / "pipe.pt")
+    for name, told in (
+        ("two", "the list of files cannot be read: .*no plain file"),
+        ("pipe.pt", "it is no plain file"),
+    ):
+        with pytest.raises(TrainError, match=told):
+            run(tmp_path / "refused", model=Model(), model_keys={"init_from": str(tmp_path / name)})
     torch.save(source.body, tmp_path / "whole.pt")
     refused = {
         "whole.pt": "the file cannot be read: it holds torch.nn.modules.linear.Linear, and to read",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -33,9 +34,11 @@ from hvd_train.script.keras.loop_batches import (
     ROWS,
     LoopBatches,
     warn_of_own_statistics,
+    warn_of_same_loop,
     warn_of_unknown_batch,
 )
 from hvd_train.script.keras.patches import Patches
+from hvd_train.script.shared.same_work import PASSES
 from hvd_train.script.shared.world import NamedTransfers
 from hvd_train.update.exchange import Exchange
 
@@ -119,6 +122,8 @@ class Reduction:
         self.batch = keras.Variable(32.0, trainable=False, dtype="float64", name="batch")
         self.stop = keras.Variable(0.0, trainable=False, dtype="float64", name="stop")
         self.stopped = keras.Variable(0.0, trainable=False, dtype="float64", name="stopped")
+        # Steps of the script's loops, until PASSES, and those in which all ranks had the same gradients.
+        self.compared = keras.Variable([0.0, 0.0], trainable=False, dtype="float64", name="compared")
 
     @classmethod
     def count_graph_steps(cls) -> None:
@@ -134,9 +139,43 @@ class Reduction:
 
     @classmethod
     def tell_doubts(cls) -> None:
-        """Warn once, on rank 0, if steps in graphs may have got the weight of another batch."""
-        if cls.traced and cls.doubts is not None and float(cls.doubts.numpy()) and not launched().rank:
+        """Warn once, on rank 0, if steps in graphs may have got the weight of another batch, or all ranks the same."""
+        if not cls.traced or launched().rank:
+            return
+        if cls.doubts is not None and float(cls.doubts.numpy()):
             warn_of_unknown_batch()
+        for reduction in cls.traced:
+            reduction._tell_same_work()
+
+    def _tell_same_work(self) -> None:
+        if float(keras.ops.convert_to_numpy(self.compared)[1]) >= PASSES:
+            warn_of_same_loop()
+
+    def _checksum(self, gradients: Sequence[Any]) -> Any:
+        """Return the sum of the smallest gradient, float64, in a step of the script's loop; else 0."""
+        found = [
+            (v, g)
+            for v, g in zip(self.variables, gradients, strict=True)
+            if g is not None and not hasattr(g, "indices")
+        ]
+        if self.count is not None or not found:
+            return keras.ops.convert_to_tensor(np.float64(0.0))
+        _, smallest = min(found, key=lambda pair: math.prod(pair[0].shape))
+        return keras.ops.sum(keras.ops.cast(keras.ops.stop_gradient(smallest), "float64"))
+
+    def _compare(self, total: Any, own: Any) -> None:
+        """Count a step, and whether all ranks have this rank's ``_checksum``, of which ``total`` is the sum."""
+        eager = self._backend.eager()
+        if self.count is not None or (eager and float(keras.ops.convert_to_numpy(self.compared)[0]) >= PASSES):
+            return
+        # A sum of 0 does not count, because all gradients may be zero.
+        near = keras.ops.abs(total - self._size * own) <= 1e-12 * keras.ops.abs(total)
+        same = keras.ops.cast(keras.ops.logical_and(near, keras.ops.not_equal(own, 0.0)), "float64")
+        before = tensor_of(self.compared)
+        begins = keras.ops.cast(before[0] < PASSES, "float64")
+        self.compared.assign(before + begins * keras.ops.stack([keras.ops.ones_like(same), same]))
+        if eager and not self._rank:
+            self._tell_same_work()
 
     @classmethod
     def average_moved_statistics(cls, local: bool = True) -> None:
@@ -187,8 +226,9 @@ class Reduction:
         by_rows, numbers = bool(self.count is None and self.rows), self._numbers_of_step()
         # (variables,) float64: 1 where this rank has a gradient
         used = keras.ops.convert_to_tensor(np.array([g is not None for g in local], np.float64))
-        # (HEAD + 1 + variables,) float64: the step's numbers, stop, used
-        head = keras.ops.concatenate([numbers, keras.ops.stack([tensor_of(self.stop)]), used])
+        checksum = self._checksum(local)
+        # (HEAD + 2 + variables,) float64: the step's numbers, stop, checksum, used
+        head = keras.ops.concatenate([numbers, keras.ops.stack([tensor_of(self.stop), checksum]), used])
         *dense, head = self._backend.dense([*local, head])
         joined, sums = self._backend.awaited([*dense, head], lambda: self._joined(dense, head, numbers, by_rows))
         pairs = zip(self._exchange.from_buckets(joined), self._kinds, strict=True)
@@ -196,9 +236,10 @@ class Reduction:
         if self._overwritten:
             self._take_maxima(local, reduced)
         there = [g is not None for g in local]
+        self._compare(sums[HEAD + 1], checksum)
         if self._backend.eager():  # in a graph all ranks run the same; eagerly, the variables used may differ
             known = keras.ops.convert_to_numpy(sums)
-            there = [n > 0 for n in known[HEAD + 1 :]]
+            there = [n > 0 for n in known[HEAD + 2 :]]
             if self._doubtful(known, numbers) and not self._rank:
                 warn_of_unknown_batch()
         return [reduced[i] if there[i] else None for i in positions]
@@ -234,7 +275,8 @@ class Reduction:
     def _joined(self, dense: list[Any], head: Any, own: Any, by_rows: bool) -> tuple[list[Any], Any]:
         """Return (flat gradients, sums over ranks).
 
-        The sums are of ``_numbers_of_step``, of ``stop``, and for each tensor how many ranks have its gradient.
+        The sums are of ``_numbers_of_step``, ``stop``, ``_checksum``, and for each tensor how many ranks have its
+        gradient.
 
         ``own``: this rank's numbers, as PyTorch's transfer overwrites ``head``. ``by_rows``: whether the step's weight
         may be the number of the inputs' rows.

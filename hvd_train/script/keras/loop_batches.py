@@ -15,6 +15,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvd_train.script.shared.same_work import warn_of_same_work
+
 MOST = 8  # lengths of batches that are kept, the latest first
 # Positions in ``LoopBatches.values``; the lengths follow.
 PART, OTHER, ORDERED, UNSEEN, UNFIT, UNIT, LENGTHS = range(7)
@@ -136,3 +138,9 @@ def warn_of_own_statistics() -> None:
     """Warn once that running statistics were not averaged, as a loop was left."""
     what = "a loop was left before its end, so running statistics are each rank's own"
     warnings.warn(f"{what}; hk.shard; call hk.barrier() after the loop on all ranks, which averages them", stacklevel=2)
+
+
+@functools.cache
+def warn_of_same_loop() -> None:
+    """Warn once that all ranks made their first steps with the same gradients."""
+    warn_of_same_work("hk.shard")

@@ -1,12 +1,9 @@
-"""A warning if all ranks compute the same gradients, for example because a loader is not sharded."""
+"""Compare the ranks' gradients in a model's first passes: are they all the same?"""
 
 from __future__ import annotations
 
-import warnings
-
 from hvd_train.protocol import Communicator
-
-PASSES = 2  # the first passes, in which gradients are compared
+from hvd_train.script.shared.same_work import PASSES, warn_of_same_work
 
 
 class SameWorkWarning:
@@ -28,5 +25,4 @@ class SameWorkWarning:
         # A sum of 0 does not count, because all gradients may be zero.
         self._equal += bits > 0 and len(everyone) > 1 and len(set(everyone)) == 1
         if self._equal == PASSES and not self._communicator.rank:
-            what = "all ranks computed the same gradients: do they go through the same samples?"
-            warnings.warn(f"{what} Use the loader that ht.shard gives; draw other batches on each rank", stacklevel=2)
+            warn_of_same_work("ht.shard")

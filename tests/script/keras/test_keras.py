@@ -32,7 +32,7 @@ ON_TORCH = [
     "gan", "unbuilt", "loader", "loop", "steps", "masked_scores", "states", "outputs", "float8", "taken",
 ]  # fmt: skip
 # "draws" after "loader", which loads torch: nobody has seeded it, and the other generators stay alike all the same.
-NOT_ALONE = ["left_statistics", "main_rank", "stops", "compressed", "gan_compressed", "draws", "slow"]
+NOT_ALONE = ["left_statistics", "main_rank", "stops", "compressed", "gan_compressed", "draws", "slow", "same_work"]
 LOCAL = ("own/", "files")  # what a rank has for itself
 WORLDS = {
     (2, "tensorflow"): [*CASES, *NOT_ALONE, "batchnorm_and_dropout", "frozen", "apart", "refused"],
@@ -114,6 +114,15 @@ def test_statistics_of_a_loop_that_is_left_are_told_and_averaged_at_the_barrier(
     assert np.abs(first["own/before"] - other["own/before"]).max() > 1e-6
     for rank in (first, other):
         np.testing.assert_allclose(rank["weights/4"], mean, rtol=1e-6)
+
+
+@BACKENDS
+def test_a_loop_that_is_not_divided_is_told(results, backend):
+    first, other = results(2, backend)["same_work"]
+    assert not first["own/divided"].size and not any(value.size for value in other.values())
+    for kind in ("alike", "graph") if backend == "tensorflow" else ("alike",):
+        (line,) = first[f"own/{kind}"]
+        assert line.startswith("all ranks computed the same gradients") and "hk.shard" in line
 
 
 @BACKENDS

@@ -26,7 +26,7 @@ from tests.script.keras.cases.draws import draws
 from tests.script.keras.cases.fitting import UserStep, arrays, class_weight, rates, two_inputs, user_logs, user_step
 from tests.script.keras.cases.gradients import compressed, float8, jit_compile, overflow, residual, saved
 from tests.script.keras.cases.layers import states
-from tests.script.keras.cases.loops import left_statistics, loop, main_rank, slow, sums, taken
+from tests.script.keras.cases.loops import left_statistics, loop, main_rank, same_work, slow, sums, taken
 from tests.script.keras.cases.losses import own_losses, reading, summed, weighted_mean
 from tests.script.keras.cases.mistakes import apart, refused
 from tests.script.keras.cases.models import FOLDER, SGD, TENSORFLOW, Adam, simple
@@ -77,6 +77,7 @@ CASES = {
     "loop": loop,
     "taken": taken,
     "left_statistics": left_statistics,
+    "same_work": same_work,
     "main_rank": main_rank,
     **SHARDED,
 }

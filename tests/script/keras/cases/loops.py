@@ -148,6 +148,33 @@ def taken(graph=False):
     return results | {"own/told": np.array(told)}
 
 
+def same_work():
+    """What is told after a few steps: on the same samples on all ranks, on other ones, and on the same in a graph."""
+    told = {}
+    for kind in ("alike", "divided", "graph")[: 3 if keras.backend.backend() == "tensorflow" else 2]:
+        rows = slice(hk.rank(), None, hk.size()) if kind == "divided" else slice(None)
+        x, y = (keras.ops.convert_to_tensor(a[rows]) for a in digits(BATCH))
+        model, optimizer, loss_of = network(hidden=4), SGD(0.1), cross_entropy()
+        hk.distribute(model, optimizer)
+
+        def step(x, y, model=model, optimizer=optimizer, loss_of=loss_of):
+            descent(optimizer, model.trainable_weights, lambda: [loss_of(y, model(x))])
+
+        if kind == "graph":
+            import tensorflow as tf
+
+            step = tf.function(step)
+        loop_batches.warn_of_same_loop.cache_clear()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                step(x, y)
+            for _ in hk.shard(*digits(BATCH), batch_size=BATCH):  # its end tells what graphs have seen
+                pass
+        told[f"own/{kind}"] = np.array([str(w.message) for w in warned if "same gradients" in str(w.message)])
+    return told
+
+
 def left_statistics():
     """Running statistics of a loop that is left: each rank's own, with a warning, until all ranks meet."""
     model, optimizer, loss_of = network(batchnorm=True), SGD(0.1), cross_entropy()

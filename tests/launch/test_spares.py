@@ -97,6 +97,16 @@ def test_whoever_is_killed_no_rank_is_left(spare, tmp_path, who):
     launcher.wait(SECONDS)
 
 
+def test_a_spare_whose_name_is_taken_says_so():
+    name = f"hvd-train-test-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(f"\0{name}")
+        line = [sys.executable, "-c", SPARE, name, "pytorch", "auto", "2", "2", ""]
+        run = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    told = f"spare: the socket {name} cannot be opened (Address already in use); ranks load all by themselves\n"
+    assert (run.returncode, run.stdout, run.stderr) == (1, "", told)
+
+
 def test_without_a_spare_it_becomes_the_rank(tmp_path):
     started = place("hvd-train-nobody", "--version", tmp_path)
     assert started.communicate(timeout=SECONDS)[0].startswith("hvd-train, version") and started.returncode == 0

@@ -62,6 +62,26 @@ def send(run, name, address="", project=""):
     return sync.sync(run, name, sync.opened(name, address, project), address, project)
 
 
+READ_AIM = """
+import json, sys
+
+import aim
+
+repository, numbers = aim.Repo(sys.argv[1]), []
+runs = [aim.Run(name, repo=repository, read_only=True) for name in repository.list_all_runs()]
+(name,) = {one.hash for one in runs if one.name == sys.argv[2]}
+quiet = {"system_tracking_interval": None, "capture_terminal_logs": False}
+found = aim.Run(name, repo=repository, **quiet)  # what is read-only shows what a server has indexed
+for metric in found.metrics():
+    steps, (values, *_) = metric.data.numpy()
+    name = "/".join([metric.name, *metric.context.to_dict().values()])
+    numbers += [(name, int(step), float(x)) for step, x in zip(steps, values, strict=True)]
+said = numbers, found["config"], found["summary"], found["finished"]
+found.close()
+print(json.dumps(said))
+"""
+
+
 class Read:
     """What a target has of a run, by its own package: ``numbers`` [(name, step, value)], ``config``, ``summary``."""
 
@@ -107,19 +127,12 @@ class Read:
         self.config, self.state = found.data.params, found.info.status
 
     def aim(self, run, address):
-        import aim
-
-        repository = aim.Repo(address or str(run / "loggers" / "aim"))
-        runs = [aim.Run(name, repo=repository, read_only=True) for name in repository.list_all_runs()]
-        (name,) = {one.hash for one in runs if one.name == run.name}
-        quiet = {"system_tracking_interval": None, "capture_terminal_logs": False}
-        found = aim.Run(name, repo=repository, **quiet)  # what is read-only shows what a server has indexed
-        for metric in found.metrics():
-            steps, (values, *_) = metric.data.numpy()
-            name = "/".join([metric.name, *metric.context.to_dict().values()])
-            self.numbers += [(name, int(step), x) for step, x in zip(steps, values, strict=True)]
-        self.config, self.summary, self.state = found["config"], found["summary"], found["finished"]
-        found.close()
+        # In a process of its own: this one does not see runs that were made after its first look at a repository.
+        line = [sys.executable, "-c", READ_AIM, address or str(run / "loggers" / "aim"), run.name]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS, check=False)
+        assert done.returncode == 0, done.stderr
+        numbers, self.config, self.summary, self.state = json.loads(done.stdout.splitlines()[-1])
+        self.numbers += [(name, step, x) for name, step, x in numbers]
 
     def wandb(self, run, address):
         from wandb.proto.wandb_internal_pb2 import Record

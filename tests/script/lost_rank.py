@@ -84,6 +84,11 @@ else:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     if kind == "shapes":
         hk.reduce(x[: 2 + hk.rank()])
+    if kind == "moved":
+        hk.distribute(model, keras.optimizers.SGD(0.1))
+        model.layers[0].bias.assign_add([1e-3 + hk.rank(), 0.0])  # by an update of the script's own
+        print("trained")
+        sys.exit(0)
     if kind == "drift":
         import tensorflow as tf
 

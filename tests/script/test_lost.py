@@ -68,9 +68,10 @@ def test_ranks_that_hand_over_other_things_end_with_code_5(tmp_path, api, kind, 
     )
 
 
-def test_weights_that_a_script_has_moved_itself_are_compared_at_its_end():
+@pytest.mark.parametrize("api", ["torch", "keras torch"])
+def test_weights_that_a_script_has_moved_itself_are_compared_at_its_end(api):
     """Ranks drifted apart with exit code 0. Nobody waits: the rank that ends last finds it."""
-    run = ended("mpirun", "torch", "moved", {})
+    run = ended("mpirun", api, "moved", {})
     lines = set(re.findall(r"error\[rank \d\]: (.*)", run.stdout + run.stderr))
     assert run.returncode == 5 and "Traceback" not in run.stderr, run.stdout[-2000:] + run.stderr[-3000:]
     what = "the weights of this rank differ from those of rank {}, and no gradient was exchanged; the end of the"

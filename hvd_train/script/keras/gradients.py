@@ -156,7 +156,7 @@ class Reduction:
         found = [
             (v, g)
             for v, g in zip(self.variables, gradients, strict=True)
-            if g is not None and not hasattr(g, "indices")
+            if g is not None and not hasattr(g, "dense_shape")
         ]
         if self.count is not None or not found:
             return keras.ops.convert_to_tensor(np.float64(0.0))

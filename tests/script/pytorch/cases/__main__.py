@@ -47,10 +47,11 @@ from tests.script.pytorch.cases.same_bits import SAME_BITS, trained_apart
 from tests.seconds import counted
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: list[str]) -> None:
+    """``names``: the trainings to run; none: all, and the facts."""
     faulthandler.dump_traceback_later(SECONDS, exit=True)  # a hang is a failure, and says where it was
     facts = {}
-    for name, case in SAME_BITS.items():
+    for name, case in {name: SAME_BITS[name] for name in names or SAME_BITS}.items():
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         torch.manual_seed(0)
         with counted("PyTorch scripts", name):
@@ -58,6 +59,8 @@ def main(folder: Path) -> None:
         facts[f"digest {name}"] = digest(model)
         weights = {k.replace("/", "|"): v.detach().numpy() for k, v in model.state_dict().items()}
         np.savez(folder / f"{name}.{ht.rank()}.npz", **weights)
+    if names:
+        return
     torch.manual_seed(0)
     fact_of = {
         "digest apart": lambda: digest(trained_apart()),
@@ -101,4 +104,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

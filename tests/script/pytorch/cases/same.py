@@ -44,6 +44,7 @@ from tests.script.pytorch.cases.gradients import (
 )
 from tests.script.pytorch.cases.models import cnn, mlp
 from tests.script.pytorch.cases.trainings import (
+    Fixed,
     channels_last,
     compiled,
     compiled_step,
@@ -74,6 +75,7 @@ SAME = {
     "two optimizers": two_optimizers,
     "two models": two_models,
     "scheduler": scheduled,
+    "odd groups": simple(mlp, lambda model: Fixed(model.parameters())),
     "compile before": compiled(before=True),
     "compile after": compiled(before=False),
     "compiled step": compiled_step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,6 +18,20 @@ def simple(make, optimizer=sgd, **options):
         return fit(*ht.distribute(model, optimizer(model)), **options)
 
     return case
+
+
+class Fixed(torch.optim.Optimizer):
+    """Groups as optimizers of others have them: no rate (Adafactor), a set, a dtype, a function, a number of NumPy."""
+
+    def __init__(self, parameters):
+        options = {"lr": None, "kinds": {1, 2}, "dtype": torch.float32, "rule": abs, "step_size": np.float32(0.125)}
+        super().__init__(parameters, options)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * float(group["step_size"]))
 
 
 def two_optimizers():

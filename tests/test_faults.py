@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from hvd_train import faults
 from hvd_train.checkpoint import store
+from hvd_train.cli import guide
 from hvd_train.errors import ConfigError
 from hvd_train.run_folder.log import RunLog
 from tests.core.test_loop import config, final
@@ -74,3 +76,8 @@ def test_all_points_are_met(tmp_path, monkeypatch):
     final(1, config(checkpoint={"every_n_steps": 2}), tmp_path, log=log)
     log.close()
     assert {*met} == {*faults.POINTS} - {"start"}  # which is before the loop
+
+
+def test_the_guide_names_all_points():
+    listed = re.search(r"Points are ([^.]+)\.", guide.page("resume"))
+    assert {*re.findall(r"\w+", listed[1])} - {"and"} == {*faults.POINTS}

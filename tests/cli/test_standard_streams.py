@@ -102,6 +102,26 @@ def test_a_reader_that_pauses_holds_nothing_up(monkeypatch, kept):
         assert rest.endswith(b" bytes left out: nobody read them\n") and len(whole) + left_out == 11 * len(lines)
 
 
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_a_training_outlives_a_reader_that_pauses(tmp_path, launcher):
+    """The watchdog ended such a run."""
+    sets = "--set watchdog_s=3 --set log_every_n_steps=1 --set tensorboard=false --set max_epochs=150 --run-dir run"
+    fit = f"$HVD fit -np 2 --launcher {launcher} -c {ROOT}/scripts/configs/tiny.yaml {sets}"
+    small = "import fcntl, os, subprocess, sys; a, b = os.pipe(); fcntl.fcntl(b, fcntl.F_SETPIPE_SZ, 4096)"
+    (tmp_path / "paused.py").write_text(
+        f"""{small}
+import time
+run = subprocess.Popen(["bash", "-c", sys.argv[1]], stdout=b, stderr=b)
+os.close(b)
+time.sleep(9)
+lines = os.fdopen(a).read().splitlines()
+print(run.wait(), sum(map(len, lines)) > 8192, lines[-1])
+"""
+    )
+    done = shell(f"{sys.executable} paused.py '{fit}'", tmp_path)
+    assert done.stdout.startswith("0 True done: "), done
+
+
 LAUNCHED = """
 import sys
 from hvd_train.cli import standard_streams

@@ -23,6 +23,7 @@ from hvd_train.launch.ssh_starter import places
 from hvd_train.launch.start import command, environment
 from tests.command_lines import none_tells_a_secret
 from tests.hosts.network import Network
+from tests.launch.test_suspended import grow, sizes
 from tests.limits import SECONDS, until
 
 ROOT = Path(__file__).parents[2]
@@ -218,6 +219,21 @@ def test_signals_reach_the_ranks_of_other_hosts(network, sent):
         os.killpg(job.pid, signal.SIGKILL)  # the first host's rank: a shell does not see that its parent is gone
     job.communicate(timeout=SECONDS)
     assert job.returncode == (-sent if sent == signal.SIGKILL else 75)
+    until(lambda: not network.left())
+
+
+def test_a_job_on_several_hosts_is_suspended_and_goes_on(network, tmp_path):
+    """Ctrl-Z of the starter stops the ranks of both hosts."""
+    script = f"while :; do echo >> {tmp_path}/$HOROVOD_RANK.count; sleep 0.05; done"
+    job = over_gloo(network, script)
+    until(lambda: len(sizes(tmp_path)) == 2)
+    job.send_signal(signal.SIGTSTP)
+    until(lambda: (before := sizes(tmp_path), time.sleep(1), before == sizes(tmp_path))[2])
+    before = sizes(tmp_path)
+    job.send_signal(signal.SIGCONT)
+    until(lambda: grow(tmp_path, before))
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=SECONDS)
     until(lambda: not network.left())
 
 

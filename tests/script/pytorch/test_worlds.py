@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 
 from tests.launching import launch
 from tests.limits import SECONDS
-from tests.script.pytorch.cases.same import SAME
+from tests.script.pytorch.cases.same import COMPILED, SAME
 from tests.script.pytorch.cases.same_bits import SAME_BITS
 
 HERE = Path(__file__).parent
@@ -63,12 +64,24 @@ ON_THREE = [
 ]  # fmt: skip
 
 
-def test_three_ranks_train_as_one(tmp_path):
-    for size in (1, 3):  # a case's order of samples depends on the cases before it
-        (tmp_path / str(size)).mkdir()
-        run = launch(size, "horovodrun", ["-m", "tests.script.pytorch.cases", str(tmp_path / str(size)), *ON_THREE])
+def distances_from_one(folder, size, launcher, names):
+    """How far the weights of each case are from those of one rank."""
+    for ranks in (1, size):  # a case's order of samples depends on the cases before it
+        (folder / str(ranks)).mkdir()
+        run = launch(ranks, launcher, ["-m", "tests.script.pytorch.cases", str(folder / str(ranks)), *names])
         assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
-    distances = {name: furthest(*(tmp_path / size / f"{name}.0.npz" for size in "13")) for name in ON_THREE}
+    return {name: furthest(*(folder / str(ranks) / f"{name}.0.npz" for ranks in (1, size))) for name in names}
+
+
+def test_three_ranks_train_as_one(tmp_path):
+    distances = distances_from_one(tmp_path, 3, "horovodrun", ON_THREE)
+    assert max(distances.values()) < TOLERANCE, distances
+
+
+@pytest.mark.long("compiles C++ on each rank; other compilers of torch run each time")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_models_that_inductor_compiles(tmp_path):
+    distances = distances_from_one(tmp_path, 2, "mpirun", [*COMPILED])
     assert max(distances.values()) < TOLERANCE, distances
 
 

@@ -43,6 +43,7 @@ from tests.script.pytorch.cases.messages import (
 )
 from tests.script.pytorch.cases.mistakes import errors
 from tests.script.pytorch.cases.models import digest
+from tests.script.pytorch.cases.same import COMPILED
 from tests.script.pytorch.cases.same_bits import SAME_BITS, trained_apart
 from tests.seconds import counted
 
@@ -51,7 +52,7 @@ def main(folder: Path, names: list[str]) -> None:
     """``names``: the trainings to run; none: all, and the facts."""
     faulthandler.dump_traceback_later(SECONDS, exit=True)  # a hang is a failure, and says where it was
     facts = {}
-    for name, case in {name: SAME_BITS[name] for name in names or SAME_BITS}.items():
+    for name, case in {name: (SAME_BITS | COMPILED)[name] for name in names or SAME_BITS}.items():
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         torch.manual_seed(0)
         with counted("PyTorch scripts", name):

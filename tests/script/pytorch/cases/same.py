@@ -63,6 +63,11 @@ from tests.script.pytorch.cases.trainings import (
 )
 from tests.script.pytorch.cases.unfreezing import unfrozen, unfrozen_late
 
+# With a compiler of C++: on demand, as it takes a while.
+COMPILED = {
+    "inductor before": compiled(before=True, backend="inductor"),
+    "inductor after": compiled(before=False, backend="inductor"),
+}
 # Weights after 20 steps are those of one rank with the same global batch.
 SAME = {
     "sgd": simple(mlp),

@@ -91,15 +91,15 @@ def scheduled():
     return fit(model, optimizer, scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20))
 
 
-def compiled(before: bool):
+def compiled(before: bool, backend: str = "aot_eager"):
     def case():
         model = mlp()
         inner = model
         if before:
-            model = torch.compile(model, backend="aot_eager", dynamic=True)
+            model = torch.compile(model, backend=backend, dynamic=True)
         model, optimizer = ht.distribute(model, sgd(inner))
         if not before:
-            model = torch.compile(model, backend="aot_eager")
+            model = torch.compile(model, backend=backend)
         fit(model, optimizer, accumulate=2)
         return inner
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS, LOOKERS = 0.5, 4  # seconds between polls; how many ranks of a host watch
 WRITE_SECONDS = 5.0  # for another rank of this host to print who is stuck
-NEWS_SECONDS = 3.0  # for the name of the lost rank to reach the other hosts
+HERE_SECONDS = 1.5  # for the end of a rank of this host to be seen
+NEWS_SECONDS = 10.0  # for the name of the lost rank to reach the other hosts; busy ones took more than 3
 PORT, PORTS = "HVD_TRAIN_PORT", 16  # the first of the ports that a firewall leaves open, as of srun's ranks
 
 
@@ -136,15 +137,14 @@ def ended() -> dict[int, dict]:
 
 def lost() -> str:
     """Return the rank that ended too early, "rank 1 on host node2", waiting until it is known; "" if none did."""
-    stop = time.monotonic() + NEWS_SECONDS
+    # On one host the kernel knows at once who has ended; from other hosts the news takes a moment.
+    here = all(one.hosts == 1 for one in _companies)
+    stop = time.monotonic() + (HERE_SECONDS if here else NEWS_SECONDS)
     while _companies and time.monotonic() < stop:
         for one in _companies:
             lost_ranks = one.table.news().get("lost") or _lost_here(one)
             if lost_ranks:
                 return ", ".join(lost_ranks)
-        # On one host the kernel knows at once who has ended; from other hosts the news takes a moment.
-        if all(one.hosts == 1 for one in _companies) and time.monotonic() > stop - NEWS_SECONDS / 2:
-            break
         time.sleep(0.05)
     return ""
 

@@ -19,7 +19,7 @@ from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import CHANGED_BY_MODEL, UNSHARE, HostMemory
 from hvd_train.frontends.named_arrays import TensorLayout, layouts_of
-from hvd_train.frontends.pytorch import batchnorm, embeddings
+from hvd_train.frontends.pytorch import batchnorm, embeddings, linear
 from hvd_train.frontends.pytorch.blocks import joined
 from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, dense, in_memory, stored_shape
 from hvd_train.frontends.pytorch.device import MIXED, devices_of, mixed_context, seeder
@@ -77,6 +77,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         self._batchnorm = batchnorm.prepare(
             model, groups.data, self.ops, config.sync_batchnorm, config.gathers_statistics
         )
+        linear.prepare(model, self.device, self.dtype)
         table = canonical_table(module, model)
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)

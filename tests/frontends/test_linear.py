@@ -1,0 +1,142 @@
+"""Products of oneDNN in large linear layers: the numbers of PyTorch's own, up to rounding, in all that may be asked."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+from hvd_train.config import FrontEndConfig, load_config
+from hvd_train.data.catalog import open_data
+from hvd_train.frontends.serial import Serial
+from hvd_train.protocol import Groups
+
+torch = pytest.importorskip("torch")
+linear = pytest.importorskip("hvd_train.frontends.pytorch.linear")
+if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    pytest.skip("PyTorch has no oneDNN", allow_module_level=True)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Small layers count as large, on any processor."""
+    monkeypatch.setattr(linear, "SMALLEST", 100)
+    monkeypatch.setattr(linear, "helps", lambda: True)
+
+
+def pair(*sizes, bias=True):
+    """A network of PyTorch, and the same one with oneDNN's products."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(*(torch.nn.Linear(a, b, bias) for a, b in zip(sizes, sizes[1:], strict=False)))
+    ours = copy.deepcopy(plain)
+    linear.prepare(ours, CPU, torch.float32)
+    assert all(type(layer) is linear.Linear for layer in ours)
+    return plain, ours
+
+
+def gradients(model, x, power=2):
+    x = x.clone().requires_grad_()
+    model(x).pow(power).sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    made = []
+    times = linear._times
+    monkeypatch.setattr(linear, "_times", lambda *given: made.append(1) or times(*given))
+    return made
+
+
+@pytest.mark.parametrize("shape", [(7, 33), (2, 5, 33), (33,), (2, 3, 2, 33)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_and_gradients(shape, bias, calls):
+    plain, ours = pair(33, 65, 17, bias=bias)
+    x = torch.randn(shape)
+    torch.testing.assert_close(ours(x), plain(x), rtol=1e-5, atol=1e-5)
+    for one, other in zip(gradients(ours, x), gradients(plain, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert len(calls) == 2 * 2 + 2 * 2  # two layers: a forward pass alone, one before a backward pass of two products
+
+
+def test_frozen_weights_and_inputs_without_gradient(calls):
+    plain, ours = pair(33, 65, 17)
+    for model in (plain, ours):
+        model[0].requires_grad_(False)
+        model[1].bias.requires_grad_(False)
+        model(torch.ones(4, 33)).sum().backward()
+    torch.testing.assert_close(ours[1].weight.grad, plain[1].weight.grad)
+    assert ours[0].weight.grad is None and ours[1].bias.grad is None and len(calls) == 3
+
+
+def test_gradients_of_gradients():
+    """As gradient penalties take them."""
+    penalties = []
+    for model in pair(33, 65, 17):
+        x = torch.randn(5, 33, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+        gradient.pow(2).sum().backward()
+        penalties.append([gradient, x.grad, *(p.grad for p in model.parameters())])
+    for one, other in zip(*penalties, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+    assert penalties[0][3].abs().max() > 0  # of a weight
+
+
+def test_what_else_may_be_asked_for_takes_its_own_products(calls):
+    plain, ours = pair(33, 65, 17)
+    x = torch.randn(5, 33)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(x).dtype == torch.bfloat16
+    torch.testing.assert_close(torch.func.vmap(ours)(x), plain(x))
+    weights = dict(ours.named_parameters())
+    total = lambda weights: torch.func.functional_call(ours, weights, (x,)).sum()  # noqa: E731
+    assert torch.func.grad(total)(weights)["0.weight"].shape == (65, 33)
+    tangent = torch.func.jvp(ours, (x,), (torch.ones_like(x),))[1]
+    torch.testing.assert_close(tangent, torch.func.jvp(plain, (x,), (torch.ones_like(x),))[1])
+    torch.testing.assert_close(torch.compile(ours, backend="eager")(x), plain(x))
+    torch.testing.assert_close(torch.export.export(ours, (x,)).module()(x), plain(x))
+    torch.testing.assert_close(torch.jit.trace(ours, x, check_trace=False)(x), plain(x))
+    torch.testing.assert_close(ours.double()(x.double()), plain.double()(x.double()))
+    assert not calls
+
+
+def test_copies_are_plain_and_small_layers_keep_their_bits(monkeypatch):
+    plain, ours = pair(33, 65)
+    assert (
+        type(copy.deepcopy(ours)[0]) is torch.nn.Linear and type(pickle.loads(pickle.dumps(ours))[0]) is torch.nn.Linear
+    )  # noqa: S301
+    assert repr(ours) == repr(plain) and isinstance(ours[0], torch.nn.Linear)
+    monkeypatch.setattr(linear, "SMALLEST", 33 * 65 * 9)
+    x = torch.randn(8, 33)
+    assert torch.equal(ours(x), plain(x))
+
+
+@pytest.mark.parametrize(("precision", "taken"), [("32", True), ("64", False)])
+def test_the_front_end_prepares_models_of_32_bits(precision, taken):
+    from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
+
+    config = load_config(base={"framework": "pytorch", "precision": precision, "model": {"name": "mlp"}})
+    data = open_data(config.data, config.task)
+    frontend = PyTorchFrontEnd(FrontEndConfig.of(config), Groups.of(Serial()), data.sample)
+    kinds = {type(layer) for layer in frontend.model.modules() if isinstance(layer, torch.nn.Linear)}
+    assert kinds == {linear.Linear if taken else torch.nn.Linear}
+
+
+def test_where_it_helps(monkeypatch, tmp_path):
+    helps = linear.__dict__["helps"]
+    assert helps()  # the fixture's
+    monkeypatch.undo()
+    monkeypatch.setattr(linear, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    for vendor, wanted in (("AuthenticAMD", True), ("GenuineIntel", False)):
+        linear.helps.cache_clear()
+        linear.CPUINFO.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+        assert linear.helps() is wanted
+    linear.CPUINFO.unlink()
+    linear.helps.cache_clear()
+    assert not linear.helps()
+    linear.helps.cache_clear()
+    assert np.isfinite(linear.SMALLEST)

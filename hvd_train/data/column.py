@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,14 +77,17 @@ class Column:
     ) -> Column:
         """Make the column of labels (n, ...) that are not classes, but numbers or images.
 
-        ``as_stored``: for a user's loss (n, 1) is kept, else it becomes (n,). ``inputs``: the fields of the inputs; a
-        label per pixel of an image is an image, too.
+        ``as_stored``: for a user's loss (n, 1) is kept, else it becomes (n,), and bytes are not divided. ``inputs``:
+        the fields of the inputs. Labels may be images if an input is one; a label per pixel of it is.
         """
         kind, shape = np.dtype(values.dtype), tuple(int(k) for k in values.shape[1:])
         if len(shape) > (2 if as_stored else 1):
-            if images is None and any(field.image and field.shape[:2] == shape[:2] for field in inputs):
-                images = True
-            return cls.of_inputs(title, values, False, True, where, images)
+            pictures = [field for field in inputs if field.image]
+            if images is None and (not pictures or any(field.shape[:2] == shape[:2] for field in pictures)):
+                images = bool(pictures)
+            column = cls.of_inputs(title, values, as_stored, True, where, images)
+            whole = as_stored and kind == np.uint8  # as other whole numbers
+            return replace(column, field=replace(column.field, dtype="int64")) if whole else column
         if kind.kind not in "fuib":
             raise DataError(f"{title} are of type {kind}", where=where, fix="give numbers")
         dtype = "float32" if kind.kind == "f" else "bool" if kind.kind == "b" else "int64"

@@ -253,7 +253,9 @@ class Objective:
             z = self._ops.reshape(z, (-1, *(int(k) for k in tuple(y.shape)[1:])))
         if tuple(z.shape)[1:] != tuple(y.shape)[1:]:
             what = f"the model gives outputs of shape {tuple(z.shape)} for labels of shape {tuple(y.shape)}"
-            raise ConfigError(what, where=where, fix="the model must return one number for each number of the labels")
+            fix = "the model must return one number for each number of the labels"
+            fix += "; data.images: true if the labels are images" * (len(y.shape) == 4)
+            raise ConfigError(what, where=where, fix=fix)
         return z, self._ops.cast(y, self._ops.dtype(z))
 
     def _without_column(self, z: Tensor, y: Tensor) -> Tensor:

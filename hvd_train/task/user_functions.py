@@ -83,6 +83,8 @@ class UserFunction:
             what = f"the function gives {tuple(values.shape)} for 2 samples and {alone} for one, of outputs and labels"
             fix = "give both the same shape: outputs[:, 0] and labels[:, 0] turn (n, 1) into (n,)"
             raise ConfigError(f"{what} {shapes}", where=self.where, fix=fix)
+        if told := _broadcast(outputs, labels, values):
+            self.remark = told
         self.compares = self._compares(outputs, labels, ops)
         if self.compares:
             what = "the value of a sample depends on the others of its batch"
@@ -335,3 +337,15 @@ def _shapes(x: Any) -> str:
     if isinstance(x, Mapping):
         return f"{{{', '.join(f'{name}: {_shapes(value)}' for name, value in x.items())}}}"
     return str(tuple(getattr(x, "shape", ())))
+
+
+def _broadcast(outputs: Any, labels: Any, values: Any) -> str:
+    """Return a remark if the values compare each number of the outputs with several of the labels, or the reverse."""
+    if any(isinstance(x, Mapping) or not hasattr(x, "shape") for x in (outputs, labels)):
+        return ""
+    z, y, made = (tuple(x.shape) for x in (outputs, labels, values))
+    if None in (*z, *y, *made) or len(z) != len(y):
+        return ""
+    if made not in (z, y) and made == tuple(map(max, zip(z, y, strict=True))):
+        return f"its values {made[1:]} compare outputs {z[1:]} with labels {y[1:]}, each with several of the others"
+    return ""

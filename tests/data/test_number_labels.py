@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.config import DataConfig, TaskConfig, load_config
 from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataRequest
 from hvd_train.data.fitted import as_run
@@ -225,3 +225,20 @@ def test_labels_are_read_alone_where_the_data_do():
     assert fitted.label("label", np.arange(N)).tolist() == fitted.fetch(np.arange(N))[1]["label"].tolist()
     unread = as_run(part, replace(run, inputs={"x": run.inputs["input"]}), False, "here", -100)
     assert unread.label("label", np.arange(3)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("loss", ["mse", "math:hypot"])
+def test_labels_of_three_axes_are_no_images_where_no_input_is_one(loss):
+    """PyTorch got (1, 5, 5) for (5, 5, 1), which an own loss compared with outputs (5, 5, 1) by broadcasting."""
+    x, y = np.zeros((8, 6), np.float32), np.arange(200, dtype=np.float32).reshape(8, 5, 5, 1)
+    keys = {"data": {"name": "mine:data"}, "task": {"loss": loss, "metrics": []}}
+
+    def label(inputs, labels, **more):
+        config = load_config(base=keys | {"data": keys["data"] | more})
+        return open_data(config.data, config.task, ((inputs, labels), (inputs, labels))).sample.labels["label"]
+
+    assert not label(x, y).image and label(x, y).shape == (5, 5, 1)
+    assert label(x, y, images=True).image
+    assert label(np.zeros((8, 5, 5, 3), np.float32), y).image and label(np.zeros((8, 9, 9, 3), np.float32), y).image
+    field = label(x, y.astype(np.uint8))
+    assert (field.divisor, field.dtype) == ((255.0, "uint8") if loss == "mse" else (1.0, "int64"))

@@ -43,6 +43,7 @@ def live_bytes():
     """Of all tensors that Python knows; each memory counts once."""
     import torch
 
+    gc.collect()  # what other tests left in cycles
     memories = [x.untyped_storage() for x in gc.get_objects() if isinstance(x, torch.Tensor)]
     return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
 

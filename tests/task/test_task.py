@@ -20,6 +20,7 @@ from hvd_train.metrics.ranking import Ranking
 from hvd_train.metrics.table import LOSSES, METRICS, loss_function
 from hvd_train.protocol import Field, Sample
 from hvd_train.task.task import Task
+from hvd_train.task.user_functions import UserFunction
 from tests.numpy_frontend import NumpyOps
 
 N, PLACES, CLASSES = 23, 5, 7
@@ -783,3 +784,14 @@ def test_a_loss_of_pytorch_with_weights_of_classes_is_told(monkeypatch, weight, 
     assert [line.partition(", and")[0] for line in task.remarks] == [
         "task.loss: own_task:loss: its values have the weights of their classes"
     ] * told
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [((2, 1, 5), "its values (5, 5) compare outputs (5, 1) with labels (1, 5), each with several of the others"),
+     ((2, 5, 1), ""), ((2, 1, 1), "")],
+)  # fmt: skip
+def test_values_that_compare_each_number_with_several_are_told(labels, told):
+    loss = UserFunction("task.loss", "mine:loss", lambda z, y: (z - y) ** 2)
+    loss.probe(np.ones((2, 5, 1)), np.ones(labels), np.ones(2), NumpyOps())
+    assert loss.remark == told

@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 def small(monkeypatch):
     """Small layers count as large, on any processor."""
     monkeypatch.setattr(linear, "SMALLEST", 100)
+    monkeypatch.setattr(linear, "WEIGHTS", 100)
     monkeypatch.setattr(linear, "helps", lambda: True)
 
 

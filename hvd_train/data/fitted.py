@@ -113,7 +113,10 @@ def as_run(source: Source, run: Sample, labels: bool, where: str, ignore: int) -
             lookup = _lookup(name, run.labels[name], field, where, remarks, ignore)
             dtype = _widest([field, run.labels[name]])
             label_maps[name] = FieldMap(its, order, lookup, run.labels[name].names, where, _other(field, dtype))
-            label_fields[name] = replace(_classes_of(run.labels[name], field), dtype=dtype or field.dtype)
+            columns = run.labels[name].columns if order is not None else field.columns
+            label_fields[name] = replace(
+                _classes_of(run.labels[name], field), dtype=dtype or field.dtype, columns=columns
+            )
             _remark_on_label(name, run.labels[name], field, dtype, remarks)
     sample = Sample(fields, label_fields, source.sample.declared_classes or run.declared_classes)
     everything = {**input_maps, **label_maps}

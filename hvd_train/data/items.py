@@ -202,7 +202,10 @@ class Items:
             items.append(self._sample(row))
         pairs = [self._pair(item) for item in items]
         collated, images = self._collate is not None, self._images
-        inputs, labels = ([_converted(pair[k], collated, images) for pair in pairs] for k in (0, 1))
+        inputs = [_converted(pair[0], collated, images) for pair in pairs]
+        # Labels are images only beside an image, as those of arrays are.
+        beside_one = images is not False and _holds_image(pairs[0][0], collated, images)
+        labels = [_converted(pair[1], collated, images if beside_one or images else False) for pair in pairs]
         return _stacked(inputs, self._where, collated), _stacked(labels, self._where, collated)
 
     def _pair(self, item: Any) -> tuple[Any, Any]:
@@ -303,13 +306,30 @@ def _converted(value: Any, batched: bool = False, images: bool | None = None) ->
         return {key: _converted(value[key], batched, images) for key in value.keys()}  # noqa: SIM118
     if _is(value, "PIL", "Image"):
         return upright(value)
-    image = images is not False and _is(value, "torch", "Tensor") and value.ndim == 3 + batched
-    if image and value.shape[batched] in CHANNELS and (images or value.shape[-1] not in CHANNELS):
+    if images is not False and _is_image(value, batched, images):
         value = value.movedim(int(batched), -1)
     if _is(value, "torch", "Tensor"):
         return value.detach().cpu().numpy()
     check_no_mask(value, "values of a sample", "the data set")
     return np.asarray(value)
+
+
+def _is_image(value: Any, batched: bool, images: bool | None) -> bool:
+    """Return whether this is a tensor of an image, (channels, height, width)."""
+    if not _is(value, "torch", "Tensor") or value.ndim != 3 + batched:
+        return False
+    return value.shape[batched] in CHANNELS and (bool(images) or value.shape[-1] not in CHANNELS)
+
+
+def _holds_image(inputs: Any, batched: bool, images: bool | None) -> bool:
+    """Return whether an input of a sample is an image: one of Pillow, of PyTorch, or an array with channels last."""
+    if hasattr(inputs, "keys"):
+        return any(_holds_image(inputs[key], batched, images) for key in inputs.keys())  # noqa: SIM118
+    if _is(inputs, "PIL", "Image") or _is_image(inputs, batched, images):
+        return True
+    shape = tuple(getattr(inputs, "shape", ()))[int(batched) :]
+    of_bytes = "uint8" in str(getattr(inputs, "dtype", "")) and len(shape) in (2, 3)
+    return of_bytes or (len(shape) == 3 and shape[-1] in CHANNELS)
 
 
 def _first_of(collated: Any) -> Any:

@@ -572,3 +572,13 @@ def test_changed_labels_are_other_data():
     other = torch.where(torch.arange(60) == 31, (y + 1) % 3, y)
     one, two = (opened(utils.TensorDataset(x, labels)).train.fingerprint for labels in (y, other))
     assert one != two and one == opened(utils.TensorDataset(x, y)).train.fingerprint
+
+
+@pytest.mark.parametrize(("shape", "wanted"), [((4,), (3, 5, 7)), ((3, 5, 7), (5, 7, 3)), ((1, 5, 7), (5, 7, 3))])
+def test_labels_are_images_only_beside_an_image(shape, wanted):
+    """An own loss got a tensor (3, 5, 7) as (5, 7, 3) where no input was an image."""
+    samples = utils.TensorDataset(torch.rand(20, *shape), torch.rand(20, 3, 5, 7))
+    config = load_config(base={"data": {"name": "mine:data"}, "task": {"loss": "math:hypot", "metrics": []}})
+    data = open_data(config.data, config.task, samples)
+    label = data.sample.labels["label"]
+    assert label.shape == wanted and label.image == (wanted == (5, 7, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -12,9 +13,11 @@ from PIL import Image
 from hvd_train.config import DataConfig, TaskConfig, load_config
 from hvd_train.data.catalog import open_data, pack
 from hvd_train.data.dataset import DataRequest
+from hvd_train.data.fitted import as_run
 from hvd_train.data.packing import Alone
 from hvd_train.data.wrapper import drawn
 from hvd_train.errors import ConfigError, DataError
+from hvd_train.protocol import Field, Sample
 from tests.data.test_tables import write
 
 RNG = np.random.default_rng(0)
@@ -413,3 +416,18 @@ def test_labels_of_another_kind_than_in_the_run_are_told(tmp_path):
     run = replace(classes, labels=numbers.labels)
     with pytest.raises(DataError, match="class ant is not a number, and the run was trained on numbers"):
         for_run(folder, run, own)
+
+
+def test_labels_in_another_order_get_the_run_s_titles():
+    """Values were put in the run's order, and the table of predictions had the titles of the data."""
+    x, y = np.zeros((6, 2), np.float32), np.arange(12.0).reshape(6, 2)
+    field = Field((2,), "float32", columns=("u", "v"))
+    run = Sample({"input": Field((2,), "float32")}, {"label": field})
+    source = SimpleNamespace(
+        sample=Sample(run.inputs, {"label": replace(field, columns=("v", "u"))}),
+        fetch=lambda rows: ({"input": x[rows]}, {"label": y[rows]}),
+        note="", fingerprint="", remarks=(),
+    )  # fmt: skip
+    made = as_run(source, run, True, "mine", -100)
+    assert made.sample.labels["label"].columns == ("u", "v")
+    assert made.fetch(np.arange(2))[1]["label"].tolist() == [[1.0, 0.0], [3.0, 2.0]]

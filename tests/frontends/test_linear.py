@@ -63,6 +63,20 @@ def test_values_and_gradients(shape, bias, calls):
     assert len(calls) == 2 * 2 + 2 * 2  # two layers: a forward pass alone, one before a backward pass of two products
 
 
+@pytest.mark.parametrize("shape", [(7, 33), (2, 5, 33), (1, 6, 33), (33,)])
+@pytest.mark.parametrize("change", [torch.nn.ReLU(inplace=True), torch.nn.LeakyReLU(0.1, True), lambda y: y.mul_(2)])
+def test_outputs_may_be_changed_in_place(shape, change, calls):
+    found = []
+    for model in pair(33, 65, 17):
+        model.zero_grad()
+        x = torch.ones(shape).requires_grad_()
+        model[1](change(model[0](x))).sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert calls
+
+
 def test_frozen_weights_and_inputs_without_gradient(calls):
     plain, ours = pair(33, 65, 17)
     for model in (plain, ours):

@@ -42,7 +42,9 @@ class Linear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.out_features * input.numel() < SMALLEST or not _plain(input, self.weight):
             return super().forward(input)
-        return _Product.apply(input, self.weight, self.bias)
+        # In two axes, as of more oneDNN gives a view, which operations in place (ReLU(inplace=True)) may not change.
+        product = _Product.apply(input.reshape(-1, self.in_features), self.weight, self.bias)
+        return product.view(*input.shape[:-1], self.out_features)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy the layer as its plain class."""
@@ -58,7 +60,7 @@ def _plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x (..., k) weight^T (k, m) + bias -> (..., m)."""
+    """x (n, k) weight^T (k, m) + bias -> (n, m)."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -72,12 +74,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         # Within autograd.grad(create_graph=True) PyTorch's own products are taken, whose gradients it knows.
         times = torch.nn.functional.linear if torch.is_grad_enabled() else _times
         of_x, of_weight, of_bias = ctx.needs_input_grad
         return (
             times(gradient, weight.t()) if of_x else None,
-            times(rows.t(), inputs.t()) if of_weight else None,
-            rows.sum(0) if of_bias and ctx.with_bias else None,
+            times(gradient.t(), x.t()) if of_weight else None,
+            gradient.sum(0) if of_bias and ctx.with_bias else None,
         )

@@ -74,6 +74,7 @@ class Reduction:
     batches: ClassVar = LoopBatches()  # of loops over hk.shard, for all models
     left = False  # whether a loop with steps was left before its end, and running statistics are each rank's own
     doubts: Any = None  # steps in graphs that may belong to another batch
+    adds_arrays = False  # whether the script adds up arrays over ranks itself, such as its gradients
 
     def __init__(
         self, variables: Sequence[Any], compressor: Compressor, communicator: Communicator, backend: Any
@@ -124,6 +125,7 @@ class Reduction:
         self.stopped = keras.Variable(0.0, trainable=False, dtype="float64", name="stopped")
         # Steps of the script's loops, until PASSES, and those in which all ranks had the same gradients.
         self.compared = keras.Variable([0.0, 0.0], trainable=False, dtype="float64", name="compared")
+        self._all_compared = False  # known of eager steps alone
 
     @classmethod
     def count_graph_steps(cls) -> None:
@@ -148,7 +150,8 @@ class Reduction:
             reduction._tell_same_work()
 
     def _tell_same_work(self) -> None:
-        if float(keras.ops.convert_to_numpy(self.compared)[1]) >= PASSES:
+        # Gradients that the script has added up are the same on all ranks.
+        if not Reduction.adds_arrays and float(keras.ops.convert_to_numpy(self.compared)[1]) >= PASSES:
             warn_of_same_loop()
 
     def _checksum(self, gradients: Sequence[Any]) -> Any:
@@ -158,15 +161,14 @@ class Reduction:
             for v, g in zip(self.variables, gradients, strict=True)
             if g is not None and not hasattr(g, "dense_shape")
         ]
-        if self.count is not None or not found:
+        if self.count is not None or self._all_compared or not found:
             return keras.ops.convert_to_tensor(np.float64(0.0))
         _, smallest = min(found, key=lambda pair: math.prod(pair[0].shape))
         return keras.ops.sum(keras.ops.cast(keras.ops.stop_gradient(smallest), "float64"))
 
     def _compare(self, total: Any, own: Any) -> None:
         """Count a step, and whether all ranks have this rank's ``_checksum``, of which ``total`` is the sum."""
-        eager = self._backend.eager()
-        if self.count is not None or (eager and float(keras.ops.convert_to_numpy(self.compared)[0]) >= PASSES):
+        if self.count is not None or self._all_compared:
             return
         # A sum of 0 does not count, because all gradients may be zero.
         near = keras.ops.abs(total - self._size * own) <= 1e-12 * keras.ops.abs(total)
@@ -174,8 +176,10 @@ class Reduction:
         before = tensor_of(self.compared)
         begins = keras.ops.cast(before[0] < PASSES, "float64")
         self.compared.assign(before + begins * keras.ops.stack([keras.ops.ones_like(same), same]))
-        if eager and not self._rank:
-            self._tell_same_work()
+        if self._backend.eager():
+            self._all_compared = float(keras.ops.convert_to_numpy(self.compared)[0]) >= PASSES
+            if not self._rank:
+                self._tell_same_work()
 
     @classmethod
     def average_moved_statistics(cls, local: bool = True) -> None:

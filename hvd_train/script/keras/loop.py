@@ -258,6 +258,7 @@ def reduce(values: Any, op: str = "mean") -> Any:
         _calls[graph] = _calls.get(graph, 0) + 1
         name += f"{_calls[graph]}"
     flat = [_as_tensor(x, op, world.size) for x in keras.tree.flatten(values)]
+    Reduction.adds_arrays |= any(len(x.shape) > 0 for x in flat)
     for x in flat:  # check all before any is sent
         check_real(keras.backend.standardize_dtype(x.dtype), "a value", "hk.reduce")
     sent, kinds = [], []

@@ -119,7 +119,8 @@ def test_statistics_of_a_loop_that_is_left_are_told_and_averaged_at_the_barrier(
 @BACKENDS
 def test_a_loop_that_is_not_divided_is_told(results, backend):
     first, other = results(2, backend)["same_work"]
-    assert not first["own/divided"].size and not any(value.size for value in other.values())
+    assert not any(first[f"own/{kind}"].size for kind in ("divided", "added"))
+    assert not any(value.size for value in other.values())
     for kind in ("alike", "graph") if backend == "tensorflow" else ("alike",):
         (line,) = first[f"own/{kind}"]
         assert line.startswith("all ranks computed the same gradients") and "hk.shard" in line

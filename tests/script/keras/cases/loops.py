@@ -17,6 +17,7 @@ from hvd_train.cli import guide
 from hvd_train.core import control_sync
 from hvd_train.script.keras import backends, loop_batches
 from hvd_train.script.keras import loop as own_loop
+from hvd_train.script.keras.gradients import Reduction
 from tests.script.keras.cases.models import (
     BATCH,
     COUNT,
@@ -149,15 +150,19 @@ def taken(graph=False):
 
 
 def same_work():
-    """What is told after a few steps: on the same samples on all ranks, on other ones, and on the same in a graph."""
+    """What is told after a few steps: on the same samples on all ranks, on other ones, on the same in a graph, and
+    where the script has added its gradients up."""
     told = {}
-    for kind in ("alike", "divided", "graph")[: 3 if keras.backend.backend() == "tensorflow" else 2]:
+    Reduction.adds_arrays = False
+    for kind in ("alike", "divided", *(["graph"] if keras.backend.backend() == "tensorflow" else []), "added"):
         rows = slice(hk.rank(), None, hk.size()) if kind == "divided" else slice(None)
         x, y = (keras.ops.convert_to_tensor(a[rows]) for a in digits(BATCH))
         model, optimizer, loss_of = network(hidden=4), SGD(0.1), cross_entropy()
         hk.distribute(model, optimizer)
 
-        def step(x, y, model=model, optimizer=optimizer, loss_of=loss_of):
+        def step(x, y, model=model, optimizer=optimizer, loss_of=loss_of, kind=kind):
+            if kind == "added":
+                hk.reduce([keras.ops.ones((2, 2))], op="sum")
             descent(optimizer, model.trainable_weights, lambda: [loss_of(y, model(x))])
 
         if kind == "graph":

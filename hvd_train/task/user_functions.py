@@ -183,17 +183,21 @@ class UserLibraryMetric(Metric):
         if self._per_position:
             outputs, labels, weights = predictions.flat()  # (positions, C), (positions,), (positions,)
             labels = predictions.ops.cast(labels, "int64")
+        ops = predictions.ops
         try:
-            return self._sums.sums(outputs, labels, weights)
+            sums = self._sums.sums(outputs, labels, weights)
         except Exception as error:
             fix = f"it is given outputs {_shapes(outputs)} and labels {_shapes(labels)}"
             raise ConfigError(f"the metric failed: {named_reason(error)}", where=self.where, fix=fix) from error
+        # The last sum is the number of rows: a state of zeros may be that of many, such as of no false positive.
+        rows = ops.sum(ops.cast(weights > 0, ops.dtype(sums)), 0)
+        return ops.concat([sums, ops.reshape(rows, (1,))])
 
     def result(self, sums: np.ndarray) -> float:
-        if not sums.any():  # without any row, some metrics would return 0
+        if not sums[-1]:  # without any row, some metrics would return 0
             return math.nan
         shapes = self._sums.shapes
-        parts = np.split(sums, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+        parts = np.split(sums[:-1], np.cumsum([math.prod(shape) for shape in shapes])[:-1])
         try:
             return self._sums.result([x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)])
         except Exception as error:

@@ -11,8 +11,11 @@ import pytest
 
 from hvd_train.config import TaskConfig
 from hvd_train.errors import ConfigError
+from hvd_train.metrics.metric import LabelForm, Predictions
 from hvd_train.protocol import Field, Sample
 from hvd_train.task.task import Task
+from hvd_train.task.user_functions import UserLibraryMetric
+from tests.numpy_frontend import NumpyOps
 
 N, CLASSES = 23, 4
 OF = {"task": "multiclass", "num_classes": CLASSES}
@@ -337,3 +340,24 @@ def test_functions_of_pytorch_may_give_half_numbers_and_arrays():
     for metric in (lambda z, y: abs(z - y)[:, 0].bfloat16(), lambda z, y: abs(z - y)[:, 0].numpy()):
         task = made(metric, ops, classes=False)
         assert found(task, task, ops, 0 * labels, labels, [7]) == 1
+
+
+class NoFalsePositive:
+    """A metric whose state is 0 after any number of rows."""
+
+    shapes = [(2,)]
+
+    def sums(self, outputs, labels, weights):
+        return np.zeros(2)
+
+    def result(self, states):
+        return float(states[0].sum())
+
+
+def test_a_state_of_zeros_has_a_value_unless_there_was_no_row():
+    """It was taken for no value, and the best epoch of all was thrown away."""
+    metric = UserLibraryMetric("mine:metric", NoFalsePositive(), LabelForm("classes", 2), False)
+    rows = np.zeros((3, 2)), np.zeros(3, np.int64)
+    found = [Predictions(*rows, np.array(weights), None, rows, NumpyOps()) for weights in ([1.0, 0, 1], [0.0, 0, 0])]
+    values = [metric.result(np.asarray(metric.sums(one))) for one in found]
+    assert values[0] == 0 and np.isnan(values[1])

@@ -49,7 +49,7 @@ class Task:
 
     def __init__(self, config: TaskConfig, sample: Sample, ops: Ops, training: bool = False) -> None:
         """``training``: models of this framework are told by an argument that they are training."""
-        self._ops = ops
+        self._ops, self._labels = ops, sample.labels
         self.step = UserStep(config.step, [*config.terms], training) if config.step else None
         self._remark = ""
         kind = StepObjective if config.step else Objective
@@ -95,6 +95,7 @@ class Task:
         self.gathered: dict[int, list[MetricEntry[Gathered]]] = {}
         for k, title, metric in titled:
             if isinstance(metric, Gathered):
+                self._check_gathered(self.objectives[k].label, metric)
                 self.gathered.setdefault(k, []).append(MetricEntry(title, k, metric, []))
         self.ranked = {entry.objective: entry.metric.ranked for entry in self._others if entry.metric.ranked}
 
@@ -167,6 +168,14 @@ class Task:
             head = ops.from_numpy(np.array([len(shape), *shape], np.float64))
             parts += [ops.reshape(rows, (1,)), head, ops.reshape(ops.cast(outputs, "float64"), (-1,))]
         return ops.concat(parts) if len(parts) > 1 else sums
+
+    def _check_gathered(self, label: str, metric: Gathered) -> None:
+        """Refuse labels that the model's outputs are not compared with as the data store them."""
+        fields = {name: field for name, field in self._labels.items() if label in ("", name)}
+        if any(field.image or field.divisor != 1 for field in fields.values()):
+            what = f"labels {', '.join(fields)} are images, which are gathered as stored, beside what the model gives"
+            fix = "give a metric with a value for each sample, or data.images: false"
+            raise ConfigError(what, where=metric.where, fix=fix)
 
     def gatherings(self) -> dict[int, Gathering]:
         """Return what an evaluation fills: an empty gathering for each objective with gathered metrics."""

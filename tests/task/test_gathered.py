@@ -15,7 +15,9 @@ from hvd_train.metrics.metric import LabelForm
 from hvd_train.protocol import Batch
 from hvd_train.task import gathered
 from hvd_train.task.gathered import Gathered, Gathering
+from hvd_train.task.task import Task
 from tests.cli.running import run
+from tests.numpy_frontend import NumpyOps
 
 NAME = "gathered:tests.task.test_gathered:margin"
 
@@ -135,3 +137,13 @@ def test_a_step_of_several_losses_gives_all_labels(tmp_path):
     x = np.random.default_rng(0).normal(size=(37, 4)).astype(np.float32)[24:]
     want = np.median(np.abs(np.load(tmp_path / "rows.npy")[:, 1] - (x.sum(1) > 0)))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["val_distance"] == pytest.approx(want, rel=1e-6)
+
+
+def test_labels_that_are_images_are_refused():
+    """They came as stored, bytes and channels last, beside outputs of numbers with the channels first."""
+    base = {"data": {"name": "mine:data", "target": "inputs"}, "task": {"loss": "mse", "metrics": [NAME]}}
+    images = np.zeros((8, 6, 6, 1), np.uint8)
+    config = load_config(base=base)
+    data = open_data(config.data, config.task, ((images, np.zeros(8)), (images, np.zeros(8))))
+    with pytest.raises(ConfigError, match="are images, which are gathered as stored, .*value for each sample"):
+        Task(config.task, data.sample, NumpyOps())

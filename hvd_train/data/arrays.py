@@ -216,7 +216,7 @@ def float64_arrays(part: Any, unnamed: str = "") -> dict[str, np.ndarray]:
 
 
 def _described(columns: Iterable[Column]) -> list[str]:
-    """Return a line for each kind of dtype that has something to be said about it, with the columns of this kind."""
+    """Return the notes about dtypes, one line for all columns that share a note."""
     titles: dict[str, list[str]] = {}
     for column in columns:
         if column.note:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,10 @@ class PyDatasetStream:
         if batches:
             self._size, last = self._rows(data[0]), self._rows(data[batches - 1])
         self._count = max(batches - 1, 0) * self._size + last
-        self.fingerprint = f"{type(data).__module__}.{type(data).__qualname__} {self._count} {_digest(data, batches)}"
+        ends = sorted({0, batches - 1}) if batches else []
+        self.fingerprint = (
+            f"{type(data).__module__}.{type(data).__qualname__} {self._count} {_digest(data[k] for k in ends)}"
+        )
 
     def __len__(self) -> int:
         return self._count
@@ -110,12 +113,9 @@ class PipelineStream:
         self._count = count if count >= 0 else _counted(data, batches, where)
         kind = "a batch, as model.fit takes it" if batches else "one sample"
         self.remark = f"an element of the tf.data.Dataset is {kind}: {self._count:,} samples"
-        digest = hashlib.sha256(repr(data.element_spec).encode())
-        for pair in self._samples.take(LOOKED_AT).as_numpy_iterator():
-            for part in pair:
-                for x in part.values() if isinstance(part, dict) else [part]:
-                    digest.update(np.ascontiguousarray(x).tobytes())
-        self.fingerprint = f"tf.data {self._count} {digest.hexdigest()}"
+        spec = hashlib.sha256(repr(data.element_spec).encode()).hexdigest()
+        first = self._samples.take(LOOKED_AT).as_numpy_iterator()
+        self.fingerprint = f"tf.data {self._count} {spec} {_digest(first)}"
 
     def __len__(self) -> int:
         return self._count
@@ -159,11 +159,11 @@ def _row(value: Any, k: int) -> Any:
     return {key: _row(x, k) for key, x in value.items()} if isinstance(value, dict) else np.asanyarray(value[k])
 
 
-def _digest(data: Any, batches: int) -> str:
-    """Return a hash of the first and the last batch."""
+def _digest(pairs: Iterable[Any]) -> str:
+    """Return a hash of samples or batches."""
     digest = hashlib.sha256()
-    for number in sorted({0, batches - 1}) if batches else []:
-        for part in data[number]:
+    for pair in pairs:
+        for part in pair:
             for x in part.values() if isinstance(part, dict) else [part]:
                 digest.update(np.ascontiguousarray(x).tobytes())
     return digest.hexdigest()

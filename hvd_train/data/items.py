@@ -315,7 +315,7 @@ def _converted(value: Any, batched: bool = False, images: bool | None = None) ->
 
 
 def _is_image(value: Any, batched: bool, images: bool | None) -> bool:
-    """Return whether this is a tensor of an image, (channels, height, width)."""
+    """Return whether this is an image of PyTorch: a tensor (channels, height, width)."""
     if not _is(value, "torch", "Tensor") or value.ndim != 3 + batched:
         return False
     return value.shape[batched] in CHANNELS and (bool(images) or value.shape[-1] not in CHANNELS)

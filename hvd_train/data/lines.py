@@ -52,7 +52,7 @@ def check_empty_lines(path: Path) -> None:
 
 
 def breaks_within_quotes(path: Path) -> bool:
-    """Return whether a line ends within quotation marks: the number of them before its end is odd."""
+    """Return whether a cell in quotation marks holds a line break: before it the number of marks is odd."""
     odd = 0  # 1 after an odd number of marks
     with open(path, "rb") as stream:
         for piece in iter(partial(stream.read, PIECE), b""):

@@ -372,7 +372,7 @@ class Table:
         return np.asarray(whole.cast("float64", safe=False), np.float64) / per_day
 
     def _stamps(self, column: ChunkedArray, where: str, fix: str) -> ChunkedArray:
-        """Return the times (n,) that a column of text holds."""
+        """Convert a column of text to timestamps (n,)."""
         import pyarrow
 
         try:

@@ -45,7 +45,7 @@ class Gathered(Metric):
 
 
 class Gathering:
-    """The outputs and labels of one objective that this rank has evaluated. ``label``: of the objective; "": all."""
+    """The outputs and labels of one objective that this rank has evaluated. ``label``: its name; "": all labels."""
 
     def __init__(self, label: str, where: str) -> None:
         self._label, self._where = label, where

@@ -1,4 +1,4 @@
-"""Large linear layers on AMD's processors: the products of oneDNN in place of MKL's, in the same 32 bits.
+"""Large linear layers on AMD's processors: float32 matrix products by oneDNN instead of MKL.
 
 PyTorch takes MKL's, which on these processors run without AVX-512: a product of 64 x 2048 and 2048 x 2048 numbers takes
 2.0 times as long (AMD EPYC, one core, torch 2.13).
@@ -47,12 +47,12 @@ class Linear(torch.nn.Linear):
         return product.view(*input.shape[:-1], self.out_features)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy the layer as its plain class."""
+        """Pickle and copy the layer as a torch.nn.Linear."""
         return copyreg._reconstructor, (torch.nn.Linear, object, None), self.__dict__  # type: ignore[attr-defined]
 
 
 def _plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether nothing but a forward pass in 32 bits and a backward pass may be asked for."""
+    """Return whether this is an ordinary float32 pass: not traced, no autocast, torch.func or forward-mode gradient."""
     if x.dtype != torch.float32 or weight.dtype != torch.float32 or type(x) is not torch.Tensor:
         return False
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
@@ -60,7 +60,7 @@ def _plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x (n, k) weight^T (k, m) + bias -> (n, m)."""
+    """Return the product of x (n, k) and the transposed weight (m, k), plus the bias (m,), as (n, m)."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

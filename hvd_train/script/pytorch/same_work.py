@@ -1,4 +1,4 @@
-"""Compare the ranks' gradients in a model's first passes: are they all the same?"""
+"""Compare the ranks' gradients in a model's first passes, and warn if they are equal."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ class Balanced(Wrapper):
         return what + f"; {unlabelled:,} samples without a class are left out" * bool(unlabelled)
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
-        return drawn(self._source, self.chosen(indices, seed, epoch), seed, epoch)
+        # A sample that is drawn twice gets other random numbers.
+        return drawn(self._source, self.chosen(indices, seed, epoch), seed, epoch, np.asarray(indices))
 
     def chosen(self, positions: np.ndarray, seed: int, epoch: int) -> np.ndarray:
         """Map ``positions`` (k,) in [0, n) of an epoch to indices of samples (k,)."""

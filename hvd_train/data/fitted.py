@@ -65,8 +65,8 @@ class Fitted(Wrapper):
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
         return self._fitted(self._source.fetch(indices), len(indices))
 
-    def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
-        return self._fitted(drawn(self._source, indices, seed, epoch), len(indices))
+    def drawn(self, indices: np.ndarray, seed: int, epoch: int, *keys: np.ndarray) -> tuple[Fields, Fields]:
+        return self._fitted(drawn(self._source, indices, seed, epoch, *keys), len(indices))
 
     def _fitted(self, fetched: tuple[Fields, Fields], count: int) -> tuple[Fields, Fields]:
         inputs, labels = fetched

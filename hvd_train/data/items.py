@@ -173,13 +173,16 @@ class Items:
         if not self._workers and not _tensorflow_runs() and (not self.still or workers > 1):
             self._workers = ItemWorkers(workers, self._read, self._where)
 
-    def fetch(self, indices: np.ndarray, seed: int = 0, epoch: int = EVALUATION) -> tuple[Any, Any]:
+    def fetch(
+        self, indices: np.ndarray, seed: int = 0, epoch: int = EVALUATION, keys: np.ndarray | None = None
+    ) -> tuple[Any, Any]:
         """Return the inputs and labels of samples, each (k, ...) or a dict of such; thread-safe.
 
         With ``weights`` and in training, ``indices`` are positions in the epoch, for which samples are drawn.
+        ``keys`` (k,): what random numbers are drawn by; None: the rows of the samples.
         """
         rows = self.rows[indices]
-        keys = rows
+        keys = rows if keys is None else keys
         if self.weights is not None and epoch != EVALUATION:
             # A sample that is drawn twice gets other random numbers.
             rows, keys = self.rows[self.chosen(indices, seed, epoch)], indices

@@ -205,7 +205,7 @@ class UserSource:
         inputs, labels = self._fetch(indices)
         return self._template.convert(inputs, labels, indices)
 
-    def _fetch(self, indices: np.ndarray, *epoch: int) -> Any:
+    def _fetch(self, indices: np.ndarray, *epoch: Any) -> Any:
         with user_errors("fetch failed", self._where, kind=DataError):
             return self._user_source.fetch(indices, *epoch)
 
@@ -256,8 +256,8 @@ class ItemSource(UserSource):
     def _check_fetch(self) -> None:
         """Do nothing: ``Items`` has looked at the data set."""
 
-    def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
-        inputs, labels = self._fetch(indices, seed, epoch)
+    def drawn(self, indices: np.ndarray, seed: int, epoch: int, *keys: np.ndarray) -> tuple[Fields, Fields]:
+        inputs, labels = self._fetch(indices, seed, epoch, *keys)
         return self._template.convert(inputs, labels, indices)
 
     def split(self, fraction: float) -> tuple[ItemSource, ItemSource]:
@@ -336,7 +336,7 @@ class RaggedSource(UserSource):
             raise DataError("fetch gives no list of samples", where=where, fix="give a list of arrays, one a sample")
         self.varying = replace(self._template.varying, lengths=np.minimum(self._lengths, self._limits.max_length))
 
-    def _fetch(self, indices: np.ndarray, *epoch: int) -> Any:
+    def _fetch(self, indices: np.ndarray, *epoch: Any) -> Any:
         fetched = super()._fetch(indices, *epoch)
         if not isinstance(fetched, tuple | list) or len(fetched) != 2:
             return fetched

@@ -30,7 +30,10 @@ class Wrapper:
         self.note = "\n".join(filter(None, [self.note, line]))
 
 
-def drawn(source: Source, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
-    """Fetch samples for training in this epoch; sources without randomness return the same in each epoch."""
+def drawn(source: Source, indices: np.ndarray, seed: int, epoch: int, *keys: np.ndarray) -> tuple[Fields, Fields]:
+    """Fetch samples for training in this epoch; sources without randomness return the same in each epoch.
+
+    ``keys`` (k,): what the random numbers of the samples are drawn by, if it is not the index: an index may repeat.
+    """
     draw = getattr(source, "drawn", None)
-    return draw(indices, seed, epoch) if draw else source.fetch(indices)
+    return draw(indices, seed, epoch, *keys) if draw else source.fetch(indices)

@@ -120,6 +120,28 @@ def test_an_evaluation_of_the_training_part_takes_each_sample_once():
     assert (source.fetch(np.arange(len(source)))[1]["label"] == LABELS).all()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_repeated_sample_of_a_random_data_set_is_drawn_anew_each_time(workers):
+    torch = pytest.importorskip("torch")
+
+    class Noisy(torch.utils.data.Dataset):
+        targets = [0] * 7 + [1] + [2] * 16  # noqa: RUF012
+
+        def __len__(self):
+            return len(self.targets)
+
+        def __getitem__(self, index):
+            return torch.tensor([float(index), torch.rand(1).item()]), self.targets[index]
+
+    source = opened(Noisy(), (np.zeros((3, 2), np.float32), np.arange(3)), workers=workers).train
+    inputs, labels = source.drawn(np.arange(24), 3, 1)
+    rows, numbers = inputs["input"].T
+    assert np.bincount(labels["label"]).tolist() == [8, 8, 8]
+    assert (rows[labels["label"] == 1] == 7).all() and len(np.unique(numbers)) == 24
+    parts = [source.drawn(np.arange(24)[rank::2], 3, 1)[0]["input"] for rank in (0, 1)]
+    assert np.array_equal(np.stack(parts, 1).reshape(24, 2), inputs["input"])
+
+
 def test_repeated_samples_are_varied_each_time():
     (images, labels), val = uneven_digits()
     crop = [{"name": "random_crop", "padding": 3}]

@@ -51,11 +51,11 @@ def data(classes: bool) -> tuple[np.ndarray, np.ndarray]:
     return (known + 0.8 * rng.normal(size=known.shape)).astype(np.float32), labels
 
 
-def made(metric, ops, classes=True, one_hot=False, label=None) -> Task:
+def made(metric, ops, classes=True, one_hot=False, label=None, loss="") -> Task:
     """The task with this metric; ``own_task`` is a file of a user's."""
     sys.modules["own_task"].metric = metric
-    loss = "bce" if one_hot else "cross_entropy" if classes else "mse"
-    if label:
+    loss = loss or ("bce" if one_hot else "cross_entropy" if classes else "mse")
+    if label and ":" not in loss:
         loss = "cross_entropy" if label.classes else "mse" if label.shape else "bce"
     outputs = (*label.shape, *[CLASSES] * bool(label.classes)) if label else (CLASSES if classes else 1,)
     label = label or (Field((), "int64", classes=CLASSES) if classes else Field((1,), "float32"))
@@ -113,6 +113,23 @@ def test_any_partition_gives_the_number_of_torchmetrics(name, options):
     task = made(metric(**options), ops, classes)
     for cuts in CUTS:
         assert found(task, task, ops, outputs, labels, cuts) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_beside_an_own_loss_all_outputs_decide_whether_they_are_logits(probabilities):
+    ops = torch_ops()
+    import torchmetrics
+
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, N).astype(np.float32)
+    # Logits of which a few lie outside [0, 1]: a batch without them looked like probabilities.
+    outputs = rng.uniform(0, 1, N) if probabilities else np.where(np.arange(N) % 8, rng.uniform(0, 1, N), -2)
+    outputs = outputs.astype(np.float32)
+    wanted = float(torchmetrics.Accuracy("binary")(*map(ops.from_numpy, (outputs, labels.astype(int)))))
+    sys.modules["own_task"].loss = lambda outputs, labels: (outputs - labels) ** 2
+    task = made(torchmetrics.Accuracy("binary"), ops, label=Field((), "float32"), loss="own_task:loss")
+    for cuts in CUTS:
+        assert found(task, task, ops, outputs, labels, cuts, pads=0) == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize(("name", "options"), KERAS)

@@ -26,7 +26,11 @@ class TorchMetric:
 
     ``sums``: the concatenated states of one batch. ``result`` assigns the sums of all batches and ranks to the states
     and calls ``compute``. Raises ConfigError if a state is not a sum, for example the list of all outputs that an exact
-    AUROC sorts. ``logits``: whether the outputs are logits.
+    AUROC sorts. ``logits``: the outputs are logits, or it is not known, as beside a user's loss.
+
+    Some metrics take outputs for probabilities if all of a call are in [0, 1], else for logits, so that their value
+    would depend on the batches. Unless it is known, ``sums`` therefore counts both ways, and how many outputs lie
+    outside [0, 1]; ``result`` takes the way that the metric would take with all outputs in one call.
     """
 
     def __init__(self, metric: Any, logits: bool) -> None:
@@ -35,9 +39,10 @@ class TorchMetric:
 
         self._metric, title = metric.set_dtype(torch.float64), type(metric).__name__
         metric.sync_on_compute = False
-        # It treats a batch as probabilities if all values are in [0, 1], so the result would depend on the batches.
         names = [c.__name__ for c in type(metric).__mro__ if c.__module__.startswith("torchmetrics.classification")]
-        self._ready = _probabilities(names) if logits else torch.asarray
+        ready = _probabilities(names)
+        # What the metric is given instead of the outputs: in one way, or in two.
+        self._ways: list[Any] = [ready or torch.asarray] if logits or not ready else [torch.asarray, ready]
         self._labels = _whole if names else torch.asarray
         if isinstance(metric, BaseAggregator):
             raise no_comparison(title)
@@ -53,20 +58,28 @@ class TorchMetric:
 
     def sums(self, outputs: Any, labels: Any, weights: torch.Tensor) -> torch.Tensor:
         metric, counts = self._metric.to(weights.device), weights > 0
-        metric.reset()
-        if bool(counts.any()):
-            outputs, labels = (for_each(lambda one: one[counts], x) for x in (outputs, labels))
-            metric.update(for_each(self._ready, outputs), for_each(self._labels, labels))
-        states = [(getattr(metric, name) - start.to(weights.device)) for name, start in metric._defaults.items()]
-        return torch.cat([x.reshape(-1).double() for x in states])
+        outputs, labels = (for_each(lambda one: one[counts], x) for x in (outputs, labels))
+        sums = []
+        for ready in self._ways:
+            metric.reset()
+            if bool(counts.any()):
+                metric.update(for_each(ready, outputs), for_each(self._labels, labels))
+            states = [(getattr(metric, name) - start.to(weights.device)) for name, start in metric._defaults.items()]
+            sums += [x.reshape(-1).double() for x in states]
+        if len(self._ways) == 2:
+            sums.append((~((outputs >= 0) & (outputs <= 1))).sum().reshape(1).double())
+        return torch.cat(sums)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        return [tuple(start.shape) for start in self._metric._defaults.values()]
+        states = [tuple(start.shape) for start in self._metric._defaults.values()]
+        return states if len(self._ways) == 1 else [*states, *states, (1,)]
 
     def result(self, states: Sequence[np.ndarray]) -> float:
-        metric = self._metric
+        metric, count = self._metric, len(self._metric._defaults)
         metric.reset()
+        if len(self._ways) == 2:
+            states = states[count:-1] if states[-1] else states[:count]
         for (name, start), total in zip(metric._defaults.items(), states, strict=True):
             # An integer state stays an integer.
             state = start + torch.from_numpy(total).to(start)
@@ -76,9 +89,9 @@ class TorchMetric:
 
 
 def _probabilities(names: Sequence[str]) -> Any:
-    """Return the function that a metric would apply to logits; ``names``: its class and base classes."""
+    """Return the function that a metric would apply to logits, or None; ``names``: its class and base classes."""
     kinds = [kind for name in names for start, kind in PROBABILITIES.items() if name.startswith(start)]
-    return kinds[0] if kinds else torch.asarray
+    return kinds[0] if kinds else None
 
 
 def _whole(labels: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,10 @@ def class_column(
         labels, shape, kind = Words.read(np.asarray(labels)), (), np.dtype(np.int64)
         missing = remarks_on_missing(title, labels.names, known)
     if kind.kind not in "iu":
-        fix = "store classes as whole numbers (int64); for regression set task.loss: mse"
+        other = "for a model with one output set task.loss: bce"
+        if kind.kind != "b":
+            other = "for regression set task.loss: mse"
+        fix = f"store classes as whole numbers (int64); {other}"
         raise DataError(f"{title} are of type {kind}, and task.loss: cross_entropy wants classes", where=where, fix=fix)
     distinct, masked = _distinct(labels, ignore)
     shape = () if shape == (1,) else shape

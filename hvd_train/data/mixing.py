@@ -112,9 +112,10 @@ def _check(sample: Sample, ordered: bool, config: TransformConfig, where: str) -
         what = "a stream is read in its own order, so there is no other sample to mix with"
         raise DataError(what, where=where, fix="leave it out, or give an object with fetch")
     fields = [*sample.labels.values()]
-    if len(fields) != 1 or not fields[0].classes or fields[0].shape or fields[0].masked:
+    # Whole numbers are classes, or a user's loss takes them: it is called with those of both samples.
+    if len(fields) != 1 or fields[0].shape or fields[0].masked or not (fields[0].classes or fields[0].whole):
         listed = ", ".join(f"{name} {field}" for name, field in sample.labels.items())
-        fix = "leave it out: it needs one class per sample (task.loss: cross_entropy)"
+        fix = "leave it out: it needs one class per sample (task.loss: cross_entropy, or a loss of yours)"
         raise DataError(f"the labels are not one class per sample: {listed}", where=where, fix=fix)
     for name, field in sample.inputs.items():
         if field.whole:

@@ -255,6 +255,8 @@ class Objective:
             what = f"the model gives outputs of shape {tuple(z.shape)} for labels of shape {tuple(y.shape)}"
             fix = "the model must return one number for each number of the labels"
             fix += "; data.images: true if the labels are images" * (len(y.shape) == 4)
+            if len(y.shape) == 2 and z.shape[-1] == 1:
+                fix += f", as model.name: mlp does with model.outputs: {y.shape[1]}"
             raise ConfigError(what, where=where, fix=fix)
         return z, self._ops.cast(y, self._ops.dtype(z))
 

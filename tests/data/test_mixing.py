@@ -155,6 +155,13 @@ def ops_of(framework):
     return NumpyOps()
 
 
+def test_whole_numbers_are_mixed_for_a_loss_of_ones_own():
+    """They were refused, although the loss is called with the labels of both samples."""
+    _, classes = drawn(MIXUP)
+    _, numbers = drawn(MIXUP, task=TaskConfig(loss="own:ce"))
+    assert all(np.array_equal(x, numbers[name]) for name, x in classes.items()) and PARTNER in numbers
+
+
 @pytest.mark.parametrize("framework", FRONTS)
 @pytest.mark.parametrize("places", [False, True])
 def test_a_loss_of_ones_own_sees_both_classes(monkeypatch, framework, places):

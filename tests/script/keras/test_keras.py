@@ -22,7 +22,7 @@ CASES = [
     "py_dataset", "self_shuffled", "overflow", "undivided", "callbacks", "tf_data", "steps_per_execution",
     "adam_accumulation", "residual", "saved", "jit_compile", "summed", "masked", "masked_own_step", "weighted_mean",
     "own_losses", "fine_tuning", "vae", "gan", "unbuilt", "loader", "loop", "loop_dataset", "loop_sums", "steps",
-    "masked_scores", "states", "outputs", "lengths", "float8", "taken", "taken_graph",
+    "masked_scores", "states", "outputs", "lengths", "float8", "taken", "taken_graph", "image_folder",
 ]  # fmt: skip
 # What may depend on whether two ranks meet or three: shares of 7, 7 and 6, means of three, batches that data makes.
 ON_THREE = ["arrays", "py_dataset", "masked", "loop_sums", "taken"]

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 import hvd_train.keras as hk
-from tests.script.keras.cases.models import BATCH, COUNT, GLOBAL, TENSORFLOW, Batches, compiled, digits, fit, trained
+from tests.script.keras.cases.models import BATCH, COUNT, FOLDER, GLOBAL, TENSORFLOW, Batches, compiled, digits, fit, trained
 
 
 class Changing(Batches):
@@ -177,6 +177,25 @@ def loader():
     model = hk.distribute(compiled())
     history = fit(model, torch_loader(COUNT), batch_size=None, validation_data=torch_loader(157))
     return trained(model, history, predicted=model.predict(torch_loader(101), verbose=0))
+
+
+def image_folder():
+    """``image_dataset_from_directory`` in both its halves, as Keras' examples read images."""
+    x, y = digits(160)
+    folder = FOLDER / f"images.{hk.size()}.{hk.rank()}"
+    for k, (image, label) in enumerate(zip(x.reshape(-1, 8, 8, 1), y, strict=True)):
+        kind = folder / f"digit {label}"
+        kind.mkdir(parents=True, exist_ok=True)
+        keras.utils.save_img(kind / f"{k:03}.png", image * 255, scale=False)
+    options = {"color_mode": "grayscale", "image_size": (8, 8), "batch_size": BATCH, "verbose": False}
+    train, val = keras.utils.image_dataset_from_directory(
+        folder, validation_split=0.2, subset="both", shuffle=False, **options
+    )
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((8, 8, 1)), layers.Rescaling(1 / 255), layers.Flatten(), layers.Dense(10)])
+    model = hk.distribute(compiled(model))
+    history = fit(model, train.cache().prefetch(2), batch_size=None, validation_data=val)
+    return trained(model, history, predicted=model.predict(val, verbose=0), classes=len(train.class_names))
 
 
 def undivided():

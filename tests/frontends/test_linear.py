@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
+import io
 
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ torch = pytest.importorskip("torch")
 linear = pytest.importorskip("hvd_train.frontends.pytorch.linear")
 if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
     pytest.skip("PyTorch has no oneDNN", allow_module_level=True)
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -26,15 +25,21 @@ def small(monkeypatch):
     monkeypatch.setattr(linear, "SMALLEST", 100)
     monkeypatch.setattr(linear, "WEIGHTS", 100)
     monkeypatch.setattr(linear, "helps", lambda: True)
+    monkeypatch.setattr(torch.nn.Linear, "forward", torch.nn.Linear.forward)  # given back after the test
+    linear.take()
+
+
+class Plain(torch.nn.Linear):
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
 def pair(*sizes, bias=True):
-    """A network of PyTorch, and the same one with oneDNN's products."""
+    """A network with PyTorch's own products, and the same one with oneDNN's."""
     torch.manual_seed(0)
-    plain = torch.nn.Sequential(*(torch.nn.Linear(a, b, bias) for a, b in zip(sizes, sizes[1:], strict=False)))
-    ours = copy.deepcopy(plain)
-    linear.prepare(ours, CPU, torch.float32)
-    assert all(type(layer) is linear.Linear for layer in ours)
+    plain = torch.nn.Sequential(*(Plain(a, b, bias) for a, b in zip(sizes, sizes[1:], strict=False)))
+    ours = torch.nn.Sequential(*(torch.nn.Linear(a, b, bias) for a, b in zip(sizes, sizes[1:], strict=False)))
+    ours.load_state_dict(plain.state_dict())
     return plain, ours
 
 
@@ -118,26 +123,53 @@ def test_what_else_may_be_asked_for_takes_its_own_products(calls):
     assert not calls
 
 
-def test_copies_are_plain_and_small_layers_keep_their_bits(monkeypatch):
+def test_what_others_do_with_layers(calls):
+    """Layers, copies and files are PyTorch's own: whoever looks for ``torch.nn.Linear`` finds it."""
+    plain, ours = pair(33, 65, 17)
+    x = torch.randn(5, 33)
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    for other in (copy.deepcopy(ours), torch.load(file, weights_only=False)):
+        assert {type(layer) for layer in other} == {torch.nn.Linear}
+        torch.testing.assert_close(other(x), plain(x))
+    assert len(calls) == 4
+    torch.testing.assert_close(torch.jit.script(ours)(x), plain(x))
+    torch.testing.assert_close(torch.fx.symbolic_trace(ours)(x), plain(x))
+    ours[0].weight.data *= 2
+    plain[0].weight.data *= 2
+    torch.nn.utils.parametrizations.weight_norm(ours[0])
+    torch.testing.assert_close(ours(x), plain(x))
+    assert ours(x.to_sparse()).shape == (5, 17)
+    assert torch.nn.Linear(33, 65, device="meta")(x.to("meta")).shape == (5, 65)
+
+
+def test_small_layers_keep_their_bits(monkeypatch):
     plain, ours = pair(33, 65)
-    assert (
-        type(copy.deepcopy(ours)[0]) is torch.nn.Linear and type(pickle.loads(pickle.dumps(ours))[0]) is torch.nn.Linear
-    )  # noqa: S301
-    assert repr(ours) == repr(plain) and isinstance(ours[0], torch.nn.Linear)
-    monkeypatch.setattr(linear, "SMALLEST", 33 * 65 * 9)
     x = torch.randn(8, 33)
-    assert torch.equal(ours(x), plain(x))
+    for name, above in (("SMALLEST", 33 * 65 * 9), ("WEIGHTS", 33 * 65 + 1)):
+        with monkeypatch.context() as changed:
+            changed.setattr(linear, name, above)
+            assert torch.equal(ours(x), plain(x))
 
 
 @pytest.mark.parametrize(("precision", "taken"), [("32", True), ("64", False)])
-def test_the_front_end_prepares_models_of_32_bits(precision, taken):
+def test_the_front_end_takes_them_for_32_bits(precision, taken, monkeypatch):
     from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
 
+    monkeypatch.setattr(torch.nn.Linear, "forward", Plain.forward)
     config = load_config(base={"framework": "pytorch", "precision": precision, "model": {"name": "mlp"}})
     data = open_data(config.data, config.task)
-    frontend = PyTorchFrontEnd(FrontEndConfig.of(config), Groups.of(Serial()), data.sample)
-    kinds = {type(layer) for layer in frontend.model.modules() if isinstance(layer, torch.nn.Linear)}
-    assert kinds == {linear.Linear if taken else torch.nn.Linear}
+    PyTorchFrontEnd(FrontEndConfig.of(config), Groups.of(Serial()), data.sample)
+    assert (torch.nn.Linear.forward is not Plain.forward) == taken
+
+
+def test_scripts_take_them(monkeypatch):
+    import hvd_train.torch as ht
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", Plain.forward)
+    ht.distribute(torch.nn.Linear(3, 1))
+    assert torch.nn.Linear.forward is not Plain.forward
 
 
 def test_where_it_helps(monkeypatch, tmp_path):

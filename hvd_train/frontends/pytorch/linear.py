@@ -6,17 +6,17 @@ PyTorch takes MKL's, which on these processors run without AVX-512: a product of
 
 from __future__ import annotations
 
-import copyreg
 import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 CPUINFO = Path("/proc/cpuinfo")
 SMALLEST = 4_000_000  # multiplications of a layer: below, what a call costs is more than what it gains
-WEIGHTS = 1 << 14  # of a layer that is looked at: 200 layers of 64 x 64 lost 2 % of their speed by the question alone
+WEIGHTS = 1 << 14  # of a layer that is looked at: 200 layers of 64 x 64 lost 2 % of their speed by more questions
 
 
 @cache
@@ -30,30 +30,37 @@ def helps() -> bool:
     return bool(amd) and there and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def prepare(model: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Let the model's linear layers of 32 bits on a CPU take oneDNN's products."""
-    if device.type == "cpu" and dtype == torch.float32 and helps():
-        for layer in model.modules():
-            if type(layer) is torch.nn.Linear and layer.weight.numel() >= WEIGHTS:
-                layer.__class__ = Linear
+def take() -> None:
+    """Let the linear layers of this process take oneDNN's products, where these are faster.
+
+    The class has another ``forward`` from now on, so that layers, their copies and their pickles stay PyTorch's.
+    """
+    if helps():
+        torch.nn.Linear.forward = _forward  # type: ignore[method-assign]
 
 
-class Linear(torch.nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.out_features * input.numel() < SMALLEST or not _plain(input, self.weight):
-            return super().forward(input)
-        # In two axes, as of more oneDNN gives a view, which operations in place (ReLU(inplace=True)) may not change.
-        product = _Product.apply(input.reshape(-1, self.in_features), self.weight, self.bias)
-        return product.view(*input.shape[:-1], self.out_features)
+def _forward(self: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    if torch.jit.is_scripting():
+        return linear(input, self.weight, self.bias)
+    if self.in_features * self.out_features < WEIGHTS:
+        return linear(input, self.weight, self.bias)
+    return _of_large_layer(self, input)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy the layer as a torch.nn.Linear."""
-        return copyreg._reconstructor, (torch.nn.Linear, object, None), self.__dict__  # type: ignore[attr-defined]
+
+def _of_large_layer(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = layer.weight, layer.bias
+    if not _plain(x, weight) or layer.out_features * x.numel() < SMALLEST:
+        return linear(x, weight, bias)
+    # In two axes, as of more oneDNN gives a view, which operations in place (ReLU(inplace=True)) may not change.
+    product = _Product.apply(x.reshape(-1, layer.in_features), weight, bias)
+    return product.view(*x.shape[:-1], layer.out_features)
 
 
 def _plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether this is an ordinary float32 pass: not traced, no autocast, torch.func or forward-mode gradient."""
-    if x.dtype != torch.float32 or weight.dtype != torch.float32 or type(x) is not torch.Tensor:
+    """Return whether this is an ordinary float32 pass on a CPU: not traced, no autocast, torch.func or forward mode."""
+    if type(x) is not torch.Tensor or type(weight) not in (torch.nn.Parameter, torch.Tensor):
+        return False
+    if not all(t.dtype == torch.float32 and t.is_cpu and t.layout == torch.strided for t in (x, weight)):
         return False
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
     return not traced and not torch.is_autocast_enabled("cpu") and torch.autograd.forward_ad._current_level < 0

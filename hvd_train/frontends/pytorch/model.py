@@ -77,7 +77,8 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         self._batchnorm = batchnorm.prepare(
             model, groups.data, self.ops, config.sync_batchnorm, config.gathers_statistics
         )
-        linear.prepare(model, self.device, self.dtype)
+        if self.device.type == "cpu" and self.dtype == torch.float32:
+            linear.take()
         table = canonical_table(module, model)
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)

@@ -17,6 +17,7 @@ from hvd_train.core.agreement import agree, collectively
 from hvd_train.data.order import mix
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.devices import gpu_index
+from hvd_train.frontends.pytorch import linear
 from hvd_train.launch.environment import keep_memory
 from hvd_train.script.pytorch import registry, verify_mode
 from hvd_train.script.pytorch.checkpoint import broadcast, lay_slots, unwrapped
@@ -182,6 +183,8 @@ def distribute(  # type: ignore[misc]  # mypy does not match a TypeVarTuple with
     # A local check may fail on some ranks only; ``collectively`` raises on all of them.
     collectively(communicator, lambda: check_models(models, sync_batchnorm))
     whole = torch.nn.ModuleList(models) if len(models) > 1 else models[0]
+    if any(p.is_cpu for p in whole.parameters()):
+        linear.take()
     if record := recording():
         # Before types are checked and compared, because all floats become 64 bits.
         verify_mode.prepare_models(models, record)

@@ -21,7 +21,16 @@ import hvd_train.keras as hk
 from hvd_train.script.keras import loop as own_loop
 from tests.limits import SECONDS
 from tests.script.keras.cases.callbacks import callbacks, stops
-from tests.script.keras.cases.data import image_folder, lengths, loader, py_dataset, self_shuffled, steps, tf_data, undivided
+from tests.script.keras.cases.data import (
+    image_folder,
+    lengths,
+    loader,
+    py_dataset,
+    self_shuffled,
+    steps,
+    tf_data,
+    undivided,
+)
 from tests.script.keras.cases.draws import draws
 from tests.script.keras.cases.fitting import UserStep, arrays, class_weight, rates, two_inputs, user_logs, user_step
 from tests.script.keras.cases.gradients import compressed, float8, jit_compile, overflow, residual, saved

@@ -8,7 +8,18 @@ import keras
 import numpy as np
 
 import hvd_train.keras as hk
-from tests.script.keras.cases.models import BATCH, COUNT, FOLDER, GLOBAL, TENSORFLOW, Batches, compiled, digits, fit, trained
+from tests.script.keras.cases.models import (
+    BATCH,
+    COUNT,
+    FOLDER,
+    GLOBAL,
+    TENSORFLOW,
+    Batches,
+    compiled,
+    digits,
+    fit,
+    trained,
+)
 
 
 class Changing(Batches):

@@ -19,7 +19,7 @@ from hvd_train.config import Config, resolved_yaml
 from hvd_train.config.modes import EVERY_STEP
 from hvd_train.core.agreement import collectively
 from hvd_train.errors import CheckpointError, ConfigError
-from hvd_train.jobs.calibrate import exchange_of
+from hvd_train.jobs.connect import exchange_of
 from hvd_train.jobs.job import Job
 from hvd_train.jobs.resume import place
 from hvd_train.jobs.trial import trial
@@ -36,6 +36,25 @@ SECONDS, MOST_SECONDS = 30.0, 120.0  # of all sizes; until a child is ended
 STEPS = 10  # that an epoch keeps at least
 KNEE = 0.9  # of the most samples/s: the smallest size that reaches it is taken
 LAUNCHED = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HOROVOD_", "SLURM_", "HVD_TRAIN_")  # variables that make a rank
+
+
+class BatchSizer:
+    """Chooses the size of ``batch_size: auto`` while a job is opened. ``tries``: sizes will be tried."""
+
+    tries = False
+
+    def begin(self, config: Config, communicator: Communicator, resume: str | None) -> Config:
+        """Return the configuration with the size of the resumed run, or with the smallest one, to build the model."""
+        if config.batch_size != AUTO:
+            return config
+        check(config)
+        config = as_before(config, communicator, resume)
+        self.tries = config.batch_size == AUTO
+        return config.model_copy(update={"batch_size": FIRST}) if self.tries else config
+
+    def finish(self, job: Job) -> Job:
+        """Return the job with the best size."""
+        return with_best(job)
 
 
 def as_before(config: Config, communicator: Communicator, resume: str | None) -> Config:

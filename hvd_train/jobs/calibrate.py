@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from hvd_train import files
-from hvd_train.compression import make
 from hvd_train.config import Config, load_config
 from hvd_train.core.hooks import Epoch, Hook, StepInfo
 from hvd_train.core.training import Training
+from hvd_train.jobs.connect import exchange_of
 from hvd_train.jobs.fit import train
 from hvd_train.jobs.job import Job, opened_job
 from hvd_train.launch.environment import world
@@ -145,12 +145,6 @@ def _other_batch(job: Job) -> Job | None:
         return None
     data = config.model_dump(mode="json") | {"batch_size": None, "global_batch_size": together // 2}
     return replace(job, config=load_config(base=data))
-
-
-def exchange_of(job: Job, name: str) -> Exchange:
-    options, ranks, frontend = job.config.exchange, job.frontend.groups.data, job.frontend
-    compressor = make(name, ranks.size, ranks.rank, **options.options(name))
-    return Exchange(frontend.specs(), frontend.packing, compressor, ranks, frontend.ops)
 
 
 def _exchange_alone(job: Job, seconds: float) -> dict[str, Any]:

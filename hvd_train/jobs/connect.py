@@ -61,6 +61,13 @@ def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0
     return averaged(config, update, frontend), compression
 
 
+def exchange_of(job: Job, compression: str) -> Exchange:
+    """Return an exchange of the job's gradients by itself, to be timed."""
+    options, ranks, frontend = job.config.exchange, job.frontend.groups.data, job.frontend
+    compressor = make(compression, ranks.size, ranks.rank, **options.options(compression))
+    return Exchange(frontend.specs(), frontend.packing, compressor, ranks, frontend.ops)
+
+
 def _freeze(job: Job, epoch: int) -> list[TensorSettings]:
     """Freeze the weights that are not trained in this epoch. Returns the rules of the others, in order."""
     frontend = job.frontend

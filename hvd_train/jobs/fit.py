@@ -23,6 +23,7 @@ from hvd_train.core.loop import Trainer
 from hvd_train.errors import Interrupted
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs import messages
+from hvd_train.jobs.batch_size import BatchSizer
 from hvd_train.jobs.connect import connect, unfreeze
 from hvd_train.jobs.job import Job, opened_job, versions
 from hvd_train.jobs.probabilities import warn_of_probabilities
@@ -56,7 +57,7 @@ def fit(
     """Train, with a run folder on rank 0. Returns the exit code. ``quiet``: print only the last line."""
     code, listener.run_dir = 0, Path(config.run_dir)
     faults.arm(world().rank)
-    opening = opened_job(config, verbose, resume, progress=not quiet, sizes_batch=True)
+    opening = opened_job(config, verbose, resume, progress=not quiet, sizer=BatchSizer())
     with locked_run_folder(config, resume, overwrite) as lock, opening as job:
         if not listener.is_watched:
             listener.peer_slot = job.session.watch(config.watchdog_s, "--resume auto goes on")

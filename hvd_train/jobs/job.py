@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from hvd_train import __version__
 from hvd_train.config import Config, FrontEndConfig, digest
@@ -56,6 +57,15 @@ class Job:
         )
 
 
+class Sizer(Protocol):
+    """Chooses the size of a batch: before the model is built, and where it ``tries`` sizes, after."""
+
+    tries: bool
+
+    def begin(self, config: Config, communicator: Communicator, resume: str | None) -> Config: ...
+    def finish(self, job: Job) -> Job: ...
+
+
 @contextmanager
 def opened_job(
     config: Config,
@@ -63,12 +73,12 @@ def opened_job(
     resume: str | None = None,
     progress: bool = False,
     metered: bool = False,
-    sizes_batch: bool = False,
+    sizer: Sizer | None = None,
 ) -> Iterator[Job]:
     """Open data, framework, world and model, in this order, and close the world after the block.
 
     ``progress``: rank 0 shows steps that take long. ``metered``: the session counts the bytes that this rank sends.
-    ``sizes_batch``: with ``batch_size: auto``, try sizes.
+    ``sizer``: for ``batch_size: auto``.
     """
     # Data first, because a wrong path is found in a fraction of a second, while a framework takes seconds to import.
     look_in(config.code_dir)
@@ -85,18 +95,12 @@ def opened_job(
         with long_step("building the model", shown):
             config = split_as_before(config, communicator, resume)
             config = config.restoring() if resumes(config, communicator, resume) else config
-            tries = sizes_batch and config.batch_size == "auto"
-            if tries:
-                from hvd_train.jobs import batch_size
-
-                batch_size.check(config)
-                config = batch_size.as_before(config, communicator, resume)
-                tries = config.batch_size == "auto"
-                config = config.model_copy(update={"batch_size": batch_size.FIRST}) if tries else config
+            if sizer:
+                config = sizer.begin(config, communicator, resume)
             job = build_job(config, session, data)
-        if tries:
+        if sizer and sizer.tries:
             with long_step("trying batch sizes", shown):
-                job = batch_size.with_best(job)
+                job = sizer.finish(job)
         with noting_inputs(config, data.sample):
             yield job
 

@@ -36,7 +36,7 @@ def take() -> None:
     The class has another ``forward`` from now on, so that layers, their copies and their pickles stay PyTorch's.
     """
     if helps():
-        torch.nn.Linear.forward = _forward  # type: ignore[method-assign]
+        torch.nn.Linear.forward = _forward
 
 
 def _forward(self: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:

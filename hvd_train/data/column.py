@@ -121,6 +121,16 @@ class Column:
             what = f"{self.title} of sample 0 are {first}, and those of sample {rows[0]} {values.dtype}"
             fix = "give all samples one type: bytes are divided by 255, and other numbers are not"
             raise DataError(what, where=self.where, fix=fix)
+        if first.kind in "iub" and values.dtype.kind not in "fiub":
+            odd = [
+                row
+                for row, x in zip(rows, values, strict=True)
+                if np.asarray(np.asarray(x).tolist()).dtype.kind not in "fiub"
+            ]
+            if odd:
+                what = f"{self.title} of sample 0 are {first}, and sample {odd[0]} holds a missing value or a word"
+                raise DataError(what, where=self.where, fix="give all samples numbers of one type")
+            values = np.asarray(values.tolist())
         if first.kind == "f" or values.dtype.kind not in "fiub" or np.can_cast(values.dtype, first):
             return
         with np.errstate(invalid="ignore"):

@@ -209,7 +209,7 @@ class Items:
         # Labels are images only beside an image, as those of arrays are.
         beside_one = images is not False and _holds_image(pairs[0][0], collated, images)
         labels = [_converted(pair[1], collated, images if beside_one or images else False) for pair in pairs]
-        return _stacked(inputs, self._where, collated), _stacked(labels, self._where, collated)
+        return _stacked(inputs, self._where, rows, collated), _stacked(labels, self._where, rows, collated)
 
     def _pair(self, item: Any) -> tuple[Any, Any]:
         """Return (inputs, label) of an item."""
@@ -358,10 +358,16 @@ def _draws_nothing(dataset: Any) -> bool:
     return all(map(_draws_nothing, dataset.datasets)) if kind == "ConcatDataset" else kind == "TensorDataset"
 
 
-def _stacked(values: list[Any], where: str, collated: bool = False) -> Any:
-    """Stack samples; ``collated``: each has an axis of one sample already."""
+def _stacked(values: list[Any], where: str, rows: Sequence[int], collated: bool = False) -> Any:
+    """Stack the samples ``rows`` (k,); ``collated``: each has an axis of one sample already."""
     if isinstance(values[0], dict):
-        return {key: _stacked([one[key] for one in values], where, collated) for key in values[0]}
+        return {key: _stacked([one[key] for one in values], where, rows, collated) for key in values[0]}
+    numbers = [one.dtype.kind in "fiub" for one in values]
+    if len({*numbers}) > 1:
+        # NumPy would turn the numbers beside a word into words, of which each is True.
+        odd, even = numbers.index(False), numbers.index(True)
+        what = f"sample {rows[odd]} holds {values[odd].tolist()!r}, and sample {rows[even]} a number"
+        raise DataError(what, where=where, fix="give all samples numbers of one type, and leave out what is missing")
     shapes = {one.shape for one in values}
     if len(shapes) > 1:
         what = f"samples have unequal shapes, as {' and '.join(map(str, sorted(shapes)[:2]))}"

@@ -49,7 +49,7 @@ class Objective:
         # (C,): the weight of each class.
         self._class_weights = np.array(class_weights, np.float64) if class_weights is not None else None
         self.weighted_by_data = self.masked or class_weights is not None
-        # With a user's loss: whether built-in metrics compare classes, and so have to leave out ignore_index.
+        # With a user's loss: whether labels are classes, of which metrics leave out ignore_index.
         self._of_classes = False
         self._built_in = [name for name in metrics if ":" not in name]
         self._check_metrics()
@@ -118,16 +118,24 @@ class Objective:
     def probe(self, outputs: Any, labels: Any, weights: Tensor) -> None:
         """Call the user's functions on made-up samples to find the shapes of their results."""
         raw = self.select(outputs), self.select(labels)
+        y = raw[1]
         if self.user_loss:
             self.weighted_by_data = self._probe_loss(outputs, labels, weights)
+            if not any(x is None or isinstance(x, Mapping) for x in raw):
+                y = self._without_column(*raw)
+                # Fractions may be numbers beside several outputs for each, such as quantiles.
+                self._of_classes = fits(tuple(raw[0].shape), tuple(y.shape), 2) and "int" in str(self._ops.dtype(y))
             if self._built_in:
                 z, y = self._for_built_in_metrics(*raw)
                 self._of_classes = len(z.shape) > len(y.shape)
                 form = LabelForm.of_shapes(tuple(z.shape)[1:], tuple(y.shape)[1:])
                 self.metrics |= {name: self._built(name, form) for name in self._built_in}
-        present = self._ops.cast(raw[1] == raw[1], self._ops.dtype(weights)) if self.masked else None
+        known = self.masked or self._of_classes
+        present = self._ops.cast(y == y, self._ops.dtype(weights)) if known else None
         predictions = Predictions(*raw, weights, present, raw, self._ops)
         for metric in self.metrics.values():
+            if isinstance(metric, UserLibraryMetric) and self._of_classes:
+                metric.per_position = True
             if isinstance(metric, UserMean | UserSums | UserLibraryMetric):
                 metric.probe(predictions)
 
@@ -160,7 +168,9 @@ class Objective:
     def _beside_user_loss(self, outputs: Any, labels: Any, weights: Tensor) -> tuple[Any, Any, Tensor | None]:
         """Return outputs and labels for built-in metrics, and the mask of labels that are present."""
         z, y = self._for_built_in_metrics(outputs, labels)
-        return (z, *self._counted(self._class_numbers(y), weights)) if self._of_classes else (z, y, None)
+        if not self._of_classes:
+            return z, y, None
+        return z, *self._counted(self._class_numbers(self._without_column(z, y)), weights)
 
     def _mixed(self, values: Tensor, outputs: Any, labels: Mapping[str, Tensor], weights: Tensor) -> Tensor:
         """Return the losses of mixed samples, weighted by the shares of both classes (Zhang et al. 2018).

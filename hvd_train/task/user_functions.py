@@ -176,11 +176,11 @@ class UserLibraryMetric(Metric):
 
     def __init__(self, name: str, sums: LibraryMetric, form: LabelForm, per_position: bool) -> None:
         super().__init__(form)
-        self.where, self._sums, self.length, self._per_position = f"task.metrics: {name}", sums, 1, per_position
+        self.where, self._sums, self.length, self.per_position = f"task.metrics: {name}", sums, 1, per_position
 
     def sums(self, predictions: Predictions) -> Tensor:
         (outputs, labels), weights = predictions.raw, predictions.weights
-        if self._per_position:
+        if self.per_position:
             outputs, labels, weights = predictions.flat()  # (positions, C), (positions,), (positions,)
             labels = predictions.ops.cast(labels, "int64")
         ops = predictions.ops

@@ -395,6 +395,21 @@ class Three(Digits):
         return torch.zeros(3), 0, 0
 
 
+class Gaps(utils.Dataset):
+    """One of four samples has no number."""
+
+    targets = (0, 1) * 4
+
+    def __init__(self, gap):
+        self.gap = gap
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, k):
+        return {"a": 0.5, "b": self.gap if k % 4 == 3 else k % 2 == 0}, k % 2
+
+
 class Without(utils.Dataset):
     def __len__(self):
         return 9
@@ -408,6 +423,8 @@ class Without(utils.Dataset):
     [
         (Clock(), "sample 0 differs each time it is read, .*; draw what is random"),
         (Uneven(), r"samples have unequal shapes, as \(3,\) and \(4,\); .*; give them one shape"),
+        (Gaps(None), "sample 3 holds None, and sample 0 a number; .*; give all samples numbers of one type"),
+        (Gaps("no"), "sample 3 holds 'no', and sample 0 a number"),
         (Growing(), "the data set had 1,797 samples, and has 1,[78].. now; .*; its length must not change"),
         (Three(), "a sample is a tuple of 3; .*; let __getitem__ return"),
         (Without(), "the number of classes is not known: .*; set data.num_classes"),

@@ -109,6 +109,49 @@ def test_a_sampler_that_is_told_the_epoch():
     assert sampler.epoch == 7  # steps are no epochs
 
 
+class Chosen(data.Sampler):
+    """Some samples, whose list lies elsewhere."""
+
+    def __init__(self, chosen):
+        self.chosen = chosen
+
+    def __len__(self):
+        return len(self.chosen["now"])
+
+    def __iter__(self):
+        return iter(self.chosen["now"])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", ["weights", "indices", "elsewhere", "batches"])
+def test_a_sampler_that_is_changed_after_the_length_was_asked_for(size, kind):
+    """``total / len(loader)`` at the end of an epoch had drawn the next one already: changes came an epoch late."""
+    rows = list(range(24))
+    weights, elsewhere = torch.ones(48, dtype=torch.float64), {"now": rows}
+    batches = [[0, 1, 2], [3, 4], [5, 6, 7]]
+    samplers = {
+        "weights": lambda: {"sampler": data.WeightedRandomSampler(weights, 24)},
+        "indices": lambda: {"sampler": data.SubsetRandomSampler(rows)},
+        "elsewhere": lambda: {"sampler": Chosen(elsewhere)},
+        "batches": lambda: {"batch_sampler": batches},
+    }
+    made = lambda: data.DataLoader(range(48), **({"batch_size": 4} if kind != "batches" else {}), **samplers[kind]())  # noqa: E731
+    loaders = world_of(made, size)
+    for epoch in range(3):
+        seen = {i for parts in passed(loaders) for part in parts for i in part}
+        if kind == "weights":
+            assert max(seen) < 24 if epoch == 1 else max(seen) >= 24
+        elif kind == "batches":
+            assert seen == set(range(8 + 2 * epoch))
+        else:
+            assert seen == set(range(24 + 8 * epoch))
+        shares.stepped()
+        assert all(len(loader) == len(loaders[0]) for loader in loaders)
+        weights[24:] = 0.0 if epoch == 0 else 1.0
+        batches.append([8 + 2 * epoch, 9 + 2 * epoch])
+        rows.extend(range(24 + 8 * epoch, 32 + 8 * epoch))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_batch_sampler_of_ones_own(size):
     """Its batches, one for each rank; what is left of 7 is divided by samples."""

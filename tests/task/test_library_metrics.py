@@ -51,13 +51,14 @@ def data(classes: bool) -> tuple[np.ndarray, np.ndarray]:
     return (known + 0.8 * rng.normal(size=known.shape)).astype(np.float32), labels
 
 
-def made(metric, ops, classes=True, one_hot=False, label=None, loss="") -> Task:
+def made(metric, ops, classes=True, one_hot=False, label=None, loss="", outputs=None) -> Task:
     """The task with this metric; ``own_task`` is a file of a user's."""
     sys.modules["own_task"].metric = metric
     loss = loss or ("bce" if one_hot else "cross_entropy" if classes else "mse")
     if label and ":" not in loss:
         loss = "cross_entropy" if label.classes else "mse" if label.shape else "bce"
-    outputs = (*label.shape, *[CLASSES] * bool(label.classes)) if label else (CLASSES if classes else 1,)
+    if outputs is None:
+        outputs = (*label.shape, *[CLASSES] * bool(label.classes)) if label else (CLASSES if classes else 1,)
     label = label or (Field((), "int64", classes=CLASSES) if classes else Field((1,), "float32"))
     label = Field((CLASSES,), "float32") if one_hot else label
     task = Task(TaskConfig(loss=loss, metrics=["own_task:metric"]), Sample({}, {"label": label}), ops)
@@ -130,6 +131,28 @@ def test_beside_an_own_loss_all_outputs_decide_whether_they_are_logits(probabili
     task = made(torchmetrics.Accuracy("binary"), ops, label=Field((), "float32"), loss="own_task:loss")
     for cuts in CUTS:
         assert found(task, task, ops, outputs, labels, cuts, pads=0) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("library", ["torchmetrics", "keras"])
+def test_beside_an_own_loss_labels_that_do_not_count_are_left_out(library):
+    if library == "torchmetrics":
+        ops, keep = torch_ops(), lambda labels: (labels != -100).double()
+        import torchmetrics
+
+        metric = torchmetrics.Accuracy("multiclass", num_classes=CLASSES, average="micro")
+    else:
+        ops, keep = keras_ops(), lambda labels: ops.cast(labels != -100, "float64")
+        import keras
+
+        metric = keras.metrics.SparseCategoricalAccuracy()
+    rng = np.random.default_rng(0)
+    labels = np.where(rng.random(N) < 0.4, -100, rng.integers(CLASSES, size=N))
+    outputs = rng.normal(size=(N, CLASSES)).astype(np.float32)
+    sys.modules["own_task"].loss = lambda outputs, labels: (ops.cast(outputs[:, 0], "float64"), keep(labels))
+    task = made(metric, ops, label=Field((), "int64"), loss="own_task:loss", outputs=(CLASSES,))
+    wanted = (outputs.argmax(1) == labels)[labels != -100].mean()
+    for cuts in CUTS:
+        assert found(task, task, ops, outputs, labels, cuts) == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize(("name", "options"), KERAS)

@@ -413,6 +413,39 @@ def test_a_model_of_nothing_is_not_perfect():
             assert task.results(task(z * 0 + constant, {"label": y}, np.ones(N))[1])["top5"] == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("built_in", [[], ["accuracy"]])
+@pytest.mark.parametrize("shape", [(), (1,), (PLACES,)])
+def test_own_metrics_beside_an_own_loss_leave_out_what_has_no_label(monkeypatch, shape, built_in):
+    """As the guide says: the accuracy of one's own counted the labels of -100, and the built-in one did not."""
+    places = shape if shape != (1,) else ()
+    own = SimpleNamespace(
+        loss=lambda z, y: (z[..., 0] * 0, (y.reshape(len(z), *places) != -100) * 1.0),
+        hit=lambda z, y: z.argmax(-1) == y.reshape(len(z), *places),
+    )
+    monkeypatch.setitem(sys.modules, "own_task", own)
+    config = TaskConfig(loss="own_task:loss", metrics=["own_task:hit", *built_in])
+    task = Task(config, fields(shape, "int64"), NumpyOps())
+    y, z = RNG.integers(CLASSES, size=(N, *shape)), RNG.normal(size=(N, *places, CLASSES))
+    task.probe(z[:2], {"label": y[:2] * 0}, np.ones(2))
+    y[RNG.random(y.shape) < 0.5] = -100
+    right = (z.argmax(-1) == y.reshape(N, *places))[y.reshape(N, *places) != -100].mean()
+    for cuts in ([], [3, 4]):
+        parts = np.split(np.arange(N), cuts)
+        found = task.results(sum(task(z[k], {"label": y[k]}, np.ones(len(k)))[1] for k in parts))
+        assert found["hit"] == pytest.approx(right, rel=1e-12)
+        assert found.get("accuracy", right) == pytest.approx(right, rel=1e-12)
+
+
+def test_numbers_with_several_outputs_each_are_no_classes(monkeypatch):
+    """As quantiles of a temperature, of which -100 is one."""
+    own = SimpleNamespace(loss=lambda z, y: z[:, 0] - y, above=lambda z, y: z[:, 2] > y)
+    monkeypatch.setitem(sys.modules, "own_task", own)
+    task = Task(TaskConfig(loss="own_task:loss", metrics=["own_task:above"]), fields((), "float32"), NumpyOps())
+    y, z = np.full(N, -100.0), RNG.normal(size=(N, 3))
+    task.probe(z[:2], {"label": y[:2]}, np.ones(2))
+    assert task.results(task(z, {"label": y}, np.ones(N))[1])["above"] == 1.0
+
+
 @pytest.mark.parametrize(("kind", "more"), [(np.int64, ["top5", "cross_entropy"]), (np.float32, [])])
 def test_built_in_metrics_beside_a_loss_of_the_users_leave_out_what_has_no_label(monkeypatch, kind, more):
     """Half of the places had the label -100, and the accuracy of a model without a mistake was 0.5."""

@@ -450,6 +450,17 @@ class Reducer:
             raise ConfigError(what, where="LBFGS", fix=fix, common=True)
         return total(loss * self._weight) * self._mean if self.average else total(loss)
 
+    @torch.no_grad()
+    def average_statistics(self) -> None:
+        """Average running statistics that no backward pass has exchanged: forward passes came after it, or no backward.
+
+        All ranks call it.
+        """
+        communicator, name = self._communicator, f"model{self.number}.statistics"
+        self._running_stats.average(
+            lambda flat: communicator.synchronize(communicator.allreduce_async(flat, name)), communicator.size
+        )
+
     def _after_exchange(self, check: bool) -> None:
         """Record an exchange of gradients. ``check``: whether any rank requests a comparison of weights."""
         passes.exchanged()

@@ -44,6 +44,8 @@ class ReducerPlan:
             device = next(iter(parameters.values())).device
             synchronize_batchnorm(self.whole, self.communicator, TorchOps(device), self.average)
         reducer = self._make(parameters, True)
+        if statistics_of(self.whole, self.sync_batchnorm):
+            passes.at_end.append(reducer.average_statistics)
         registry.part_sync().add(reducer)
         # Integers can never be trained.
         frozen = {name: p for name, p in self.whole.named_parameters() if not p.requires_grad and p.is_floating_point()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -35,6 +35,14 @@ class RunningStatistics:
             # The mean is added to the common value, not to this rank's, so all ranks get the same bits.
             common.add_(view)
             x.data.copy_(common)  # ``data``: a retained graph may hold the tensor
+
+    def average(self, total: Callable[[torch.Tensor], torch.Tensor], ranks: int) -> None:
+        """Average the changes since the last pass by themselves. ``total`` sums a flat tensor over the ranks."""
+        self.look_up()
+        pairs = [*zip(self.tensors, self._common, strict=True)]
+        flat = torch.cat([(x.detach() - common).double().reshape(-1) for x, common in pairs])
+        changes = total(flat / ranks).split([x.numel() for x, _ in pairs])
+        self.add_mean_changes([part.view_as(x).to(x.dtype) for part, (x, _) in zip(changes, pairs, strict=True)])
 
     def take_loaded(self, model: torch.nn.Module) -> None:
         """Set the common values after all ranks have loaded the same state into ``model``."""

@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils import data
 
 from hvd_train.data.order import mix
@@ -29,6 +31,20 @@ class UserOrder(Share):
         self._batch_size, self._drop_last = batch_size, drop_last
         self._sampler, self._held = sampler, rng.SamplerGenerators(sampler)
         self._last: tuple[int, list, Plan] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of batches without drawing, if the sampler tells how many samples it gives.
+
+        The script may still change what the sampler draws from.
+        """
+        try:
+            count = len(self._sampler)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):  # it has none, or one within it has none
+            return super().__len__()
+        return self._steps_of(count)
+
+    def _steps_of(self, count: int) -> int:
+        return len(EvenBatches(count, self._batch_size, self._drop_last, self.rank, self.size, WHERE))
 
     def planned(self, epoch: int) -> Plan:
         """Draw the order, once per epoch unless the script changes its sampler."""
@@ -67,6 +83,10 @@ class UserBatches(UserOrder):
             sampler, 0, drop_last=bool(getattr(sampler, "drop_last", False)), seed=seed, rank=rank, size=size
         )
 
+    def _steps_of(self, count: int) -> int:
+        whole = count % self.size == 0 and count
+        return count // self.size if whole else self.planned(self.epoch).count  # the samples of a rest must be known
+
     def plan_of(self, order: list) -> Plan:
         n, size = len(order), self.size
         steps = [order[at : at + size] for at in range(0, n - n % size, size)]
@@ -91,7 +111,25 @@ def _within(sampler: Any) -> list[Any]:
 
 
 def _attributes(sampler: Any) -> list[Any]:
-    return [x for each in _within(sampler) for x in getattr(each, "__dict__", {}).values()]
+    each = [x for one in _within(sampler) for x in getattr(one, "__dict__", {}).values()]
+    return [_content(x) for x in (sampler, *each)]
+
+
+def _content(x: Any) -> Any:
+    """Return what changes with ``x``, also where it is changed in place: lists of indices, tensors of weights."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().cpu().double().numpy().tobytes()
+    if isinstance(x, np.ndarray):
+        return x.tobytes()
+    return repr(x) if _of_numbers(x) else x  # a list may also hold all samples
+
+
+def _of_numbers(x: Any) -> bool:
+    """Return whether this is a container of numbers and words, or of such containers."""
+    if not isinstance(x, list | tuple | set | dict):
+        return False
+    values = x.values() if isinstance(x, dict) else x
+    return all(isinstance(one, int | float | str) or _of_numbers(one) for one in values)
 
 
 def _same(ones: list[Any], others: list[Any]) -> bool:

@@ -43,6 +43,25 @@ def gan_at_once():
     return nn.ModuleList([generator, discriminator])
 
 
+def several_critic_steps():
+    """As WGANs are trained, and distributed apart: the generator's last forward passes have no backward of its own."""
+    generator = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64)).double()
+    critic = nn.Sequential(nn.Linear(64, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)).double()
+    (generator, g), (critic, d) = (
+        ht.distribute(m, torch.optim.RMSprop(m.parameters(), 0.01)) for m in (generator, critic)
+    )
+    for k, (x, _) in enumerate(loader()):
+        d.zero_grad()
+        (critic(generator(x[:, 0, 0, :4]).detach()).mean() - critic(x.flatten(1)).mean()).backward()
+        d.step()
+        if k % 5 == 0:
+            g.zero_grad()
+            (-critic(generator(x[:, 0, 0, :4])).mean()).backward()
+            g.step()
+    assert k % 5, "a critic's step comes last"
+    return nn.ModuleList([generator, critic])
+
+
 def norm_local():
     model = cnn(norm=True)
     return fit(*ht.distribute(model, sgd(model)))
@@ -147,6 +166,7 @@ SAME_BITS = {
     "norm local": norm_local,
     "norm kept": norm_kept(True),
     "gan at once": gan_at_once,
+    "several critic steps": several_critic_steps,
     "norm wide": norm_wide,
     "norm reset": norm_reset,
     "buffers": buffers,

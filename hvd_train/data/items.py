@@ -209,7 +209,8 @@ class Items:
         # Labels are images only beside an image, as those of arrays are.
         beside_one = images is not False and _holds_image(pairs[0][0], collated, images)
         labels = [_converted(pair[1], collated, images if beside_one or images else False) for pair in pairs]
-        return _stacked(inputs, self._where, rows, collated), _stacked(labels, self._where, rows, collated)
+        numbers = rows.tolist()
+        return _stacked(inputs, self._where, numbers, collated), _stacked(labels, self._where, numbers, collated)
 
     def _pair(self, item: Any) -> tuple[Any, Any]:
         """Return (inputs, label) of an item."""

@@ -427,7 +427,7 @@ def test_a_later_fetch_that_lacks_a_name_is_told(later, line):
         (
             [[1, 2]] * 3,
             [True, "no", False],
-            "labels of sample 0 are bool, and sample 0 holds a missing value or a word",
+            "sample 0 holds a missing value or a word|fetch makes a sample's values of",
         ),
         ([[True], [None], [False]], [0, 1, 0], "inputs of sample 0 are bool, and sample 1 holds a missing value or a"),
         ([[0.5, 2], [1, 2], [3, 4]], [0.5, 1, 2], ""),

@@ -418,16 +418,11 @@ def test_a_later_fetch_that_lacks_a_name_is_told(later, line):
         ([[1, 2], [0.5, 2], [3, 4]], [0, 1, 0], "inputs of sample 0 are int64, and sample 1 holds 0.5"),
         ([[True, False], [0, 1], [3, 1]], [0, 1, 0], "inputs of sample 0 are bool, and sample 2 holds 3"),
         ([[1, 2], [1, 2], [3, 4]], [0, 1, 1.7], "labels of sample 0 are int64, and sample 2 holds 1.7"),
-        # A missing value became False, and with a word every False beside it True.
+        # A missing value became False.
         (
             [[1, 2]] * 3,
             [True, False, None],
             "labels of sample 0 are bool, and sample 2 holds a missing value or a word",
-        ),
-        (
-            [[1, 2]] * 3,
-            [True, "no", False],
-            "sample 0 holds a missing value or a word|fetch makes a sample's values of",
         ),
         ([[True], [None], [False]], [0, 1, 0], "inputs of sample 0 are bool, and sample 1 holds a missing value or a"),
         ([[0.5, 2], [1, 2], [3, 4]], [0.5, 1, 2], ""),

@@ -194,6 +194,22 @@ def loses_differences(values: np.ndarray, stored: np.ndarray) -> np.ndarray:
         return (spread > SAME * largest) & (error > COARSE * spread)
 
 
+def check_alike(values: Sequence[np.ndarray], rows: Sequence[int], is_input: bool, where: str) -> None:
+    """Raise DataError if samples ``rows`` (k,) cannot be stacked without a change of their values or scale."""
+    kinds = [x.dtype for x in values]
+    numbers = [kind.kind in "fiub" for kind in kinds]
+    fix = "give all samples numbers of one type"
+    if len({*numbers}) > 1:
+        # NumPy would turn the numbers beside a word into words, of which each is True.
+        odd, even = numbers.index(False), numbers.index(True)
+        what = f"sample {rows[odd]} holds {values[odd].tolist()!r}, and sample {rows[even]} a number"
+        raise DataError(what, where=where, fix=f"{fix}, and leave out what is missing")
+    if len({*kinds}) > 1 and np.dtype(np.uint8) in kinds and (is_input or values[0].ndim > 1):
+        odd, even = kinds.index(np.dtype(np.uint8)), [kind != np.uint8 for kind in kinds].index(True)
+        what = f"sample {rows[odd]} is of uint8, and sample {rows[even]} of {kinds[even]}"
+        raise DataError(what, where=where, fix=f"{fix}: bytes are divided by 255, and other numbers are not")
+
+
 def check_no_mask(value: Any, name: str, where: str) -> None:
     """Refuse a masked array with missing values: the numbers under its mask are arbitrary."""
     if np.ma.is_masked(value):

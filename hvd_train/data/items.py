@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.data.batched import gives_batches
-from hvd_train.data.column import check_no_mask
+from hvd_train.data.column import check_alike, check_no_mask
 from hvd_train.data.generators import beside, generators_kept, generators_of, seed_all, states
 from hvd_train.data.images import upright
 from hvd_train.data.item_workers import ItemWorkers
@@ -210,7 +210,10 @@ class Items:
         beside_one = images is not False and _holds_image(pairs[0][0], collated, images)
         labels = [_converted(pair[1], collated, images if beside_one or images else False) for pair in pairs]
         numbers = rows.tolist()
-        return _stacked(inputs, self._where, numbers, collated), _stacked(labels, self._where, numbers, collated)
+        return (
+            _stacked(inputs, numbers, True, self._where, collated),
+            _stacked(labels, numbers, False, self._where, collated),
+        )
 
     def _pair(self, item: Any) -> tuple[Any, Any]:
         """Return (inputs, label) of an item."""
@@ -359,16 +362,11 @@ def _draws_nothing(dataset: Any) -> bool:
     return all(map(_draws_nothing, dataset.datasets)) if kind == "ConcatDataset" else kind == "TensorDataset"
 
 
-def _stacked(values: list[Any], where: str, rows: Sequence[int], collated: bool = False) -> Any:
+def _stacked(values: list[Any], rows: Sequence[int], is_input: bool, where: str, collated: bool) -> Any:
     """Stack the samples ``rows`` (k,); ``collated``: each has an axis of one sample already."""
     if isinstance(values[0], dict):
-        return {key: _stacked([one[key] for one in values], where, rows, collated) for key in values[0]}
-    numbers = [one.dtype.kind in "fiub" for one in values]
-    if len({*numbers}) > 1:
-        # NumPy would turn the numbers beside a word into words, of which each is True.
-        odd, even = numbers.index(False), numbers.index(True)
-        what = f"sample {rows[odd]} holds {values[odd].tolist()!r}, and sample {rows[even]} a number"
-        raise DataError(what, where=where, fix="give all samples numbers of one type, and leave out what is missing")
+        return {key: _stacked([one[key] for one in values], rows, is_input, where, collated) for key in values[0]}
+    check_alike(values, rows, is_input, where)
     shapes = {one.shape for one in values}
     if len(shapes) > 1:
         what = f"samples have unequal shapes, as {' and '.join(map(str, sorted(shapes)[:2]))}"

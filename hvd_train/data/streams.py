@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvd_train.data.column import check_no_mask
+from hvd_train.data.column import check_alike, check_no_mask
 from hvd_train.errors import DataError
 
 END = object()
@@ -54,7 +54,9 @@ class StreamSource:
             # A rank whose part of a batch is empty only needs the shapes.
             return self._first
         samples = [self._at(int(index), epoch) for index in indices]
-        return _stacked([inputs for inputs, _ in samples]), _stacked([labels for _, labels in samples])
+        pair = [x for x, _ in samples], [y for _, y in samples]
+        rows = np.asarray(indices).tolist()
+        return _stacked(pair[0], rows, True, self._where), _stacked(pair[1], rows, False, self._where)
 
     def _at(self, index: int, epoch: int) -> tuple[Any, Any]:
         if epoch != self._epoch or index < self._position:
@@ -86,7 +88,8 @@ def _copied(part: Any) -> Any:
     return {name: _copied(x) for name, x in part.items()} if isinstance(part, dict) else np.asarray(part).copy()
 
 
-def _stacked(samples: list[Any]) -> Any:
+def _stacked(samples: list[Any], rows: Sequence[int], is_input: bool, where: str) -> Any:
     if isinstance(samples[0], dict):
-        return {name: _stacked([sample[name] for sample in samples]) for name in samples[0]}
+        return {name: _stacked([one[name] for one in samples], rows, is_input, where) for name in samples[0]}
+    check_alike(samples, rows, is_input, where)
     return np.stack(samples)

@@ -425,6 +425,7 @@ class Without(utils.Dataset):
         (Uneven(), r"samples have unequal shapes, as \(3,\) and \(4,\); .*; give them one shape"),
         (Gaps(None), "sample 3 holds None, and sample 0 a number; .*; give all samples numbers of one type"),
         (Gaps("no"), "sample 3 holds 'no', and sample 0 a number"),
+        (Gaps(np.uint8(1)), "sample 3 is of uint8, and sample 0 of bool; .*: bytes are divided by 255"),
         (Growing(), "the data set had 1,797 samples, and has 1,[78].. now; .*; its length must not change"),
         (Three(), "a sample is a tuple of 3; .*; let __getitem__ return"),
         (Without(), "the number of classes is not known: .*; set data.num_classes"),

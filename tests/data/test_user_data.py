@@ -422,9 +422,9 @@ def test_a_later_fetch_that_lacks_a_name_is_told(later, line):
         (
             [[1, 2]] * 3,
             [True, False, None],
-            "labels of sample 0 are bool, and sample 2 holds a missing value or a word",
+            "sample 2 holds (a missing value or a word|None, and sample 0 a number)",
         ),
-        ([[True], [None], [False]], [0, 1, 0], "inputs of sample 0 are bool, and sample 1 holds a missing value or a"),
+        ([[True], [None], [False]], [0, 1, 0], r"sample 1 holds (a missing value or a word|\[None\], and sample 0 a)"),
         ([[0.5, 2], [1, 2], [3, 4]], [0.5, 1, 2], ""),
         ([[1, 0], [True, False], [2.0, 1]], [1, True, 3], ""),
     ],

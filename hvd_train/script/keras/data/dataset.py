@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator
-from hvd_train.script.keras.data.leaves import is_ragged, kind_of
+from hvd_train.script.keras.data.leaves import caches, is_ragged, keep_first, kind_of
 
 WATCHED = 4096  # values per batch that are hashed to compare orders
 MIXING = ("Repeat", "Concatenate", "Shuffle", "Interleave")  # steps of a pipeline after which any batch may be short
@@ -254,11 +254,26 @@ def dataset_parts(
     parts = parts if order_digest is None else order_digest.watched(parts)
     # Without a known number Keras finds the end within a step that has already counted, in Adam's correction as well.
     if known > 0 and certain and not left_out and batch >= world.size:
-        return parts.map(part).apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
+        return _peekable(parts.map(part).apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2))
     parts = parts.filter(lambda *element: count(*element) >= world.size).map(part)
     if known > 0 and left_out and steps > 1 and batch >= world.size:
         parts = parts.apply(tf.data.experimental.assert_cardinality(steps - 1))
-    return parts.prefetch(2)
+    return _peekable(parts.prefetch(2))
+
+
+def _peekable(data: Any) -> Any:
+    """Let a part of the first pass be read where the pipeline has a ``cache()``, as Keras does to build a model."""
+    if not caches(data):
+        return data
+
+    class Peekable(type(data)):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            iterator = super().__iter__()
+            keep_first(self, iterator)
+            return iterator
+
+    data.__class__ = Peekable
+    return data
 
 
 def ends(x: Any) -> bool:

@@ -158,9 +158,26 @@ def first_batch(data: Any) -> Any:
         return next(map(as_arrays, data), None)
     import tensorflow as tf
 
-    for batch in data:
+    iterator = iter(data)
+    keep_first(data, iterator)
+    for batch in iterator:
         return tf.nest.map_structure(lambda leaf: leaf if is_ragged(leaf) else leaf.numpy(), batch)
     return None
+
+
+def keep_first(data: Any, iterator: Any) -> None:
+    """Keep the first iterator of a tf.data.Dataset with a ``cache()`` as long as the data set.
+
+    If an iterator ends while a thread reads ahead for it, TensorFlow 2.21 sometimes takes what the cache holds so far
+    for the whole data set: later passes have a few batches.
+    """
+    if kind_of(data) == "dataset" and caches(data):
+        data.__dict__.setdefault("_first_iterator", iterator)
+
+
+def caches(data: Any) -> bool:
+    """Return whether the pipeline of a tf.data.Dataset has a ``cache()``."""
+    return type(data).__name__ == "CacheDataset" or any(map(caches, data._inputs()))
 
 
 def steps_of(kind: str, x: Any, batch: int) -> int | None:

@@ -104,6 +104,19 @@ def test_where_a_batch_in_use_is_not_certain_ranks_count_alike():
     assert weights(passes.shared(Doubled(range(53), batch_size=10), 0, 0, 2)) == [1.0] * 3
 
 
+def test_the_width_of_inputs_is_no_batch():
+    """Nodes of graphs had as many features as a rank's even batch samples: the uneven batch counted as that one."""
+
+    def fitting(first, second):
+        possible = [[6, 6], [4, 3]]
+        ranks = zip(first, second, strict=True)
+        return passes._fitting([passes._Report(a, b, False, False, possible, None) for a, b in ranks])
+
+    assert fitting([[17, 17], [23, 23]], [[6, 31], [6, 44]]) == set()
+    assert fitting([[9], [9]], [[4], [3]]) == {(4, 3)}  # time comes first
+    assert fitting([[6], [6]], [[9], [9]]) == fitting([[12], [12]], [[6], [6]]) == {(6, 6)}
+
+
 def test_two_loaders_count_alike_on_all_ranks():
     """Rests of 4 and 8 samples: 2, 1, 1 and 3, 3, 2. Rank 2 alone found equal shares, and counted by them."""
 

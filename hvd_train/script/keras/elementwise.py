@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import keras
@@ -52,6 +53,11 @@ def _trained(optimizer: Any, cuts: Sequence[tuple[int, int, int, tuple[int, ...]
     if "learning_rate" in config:  # a warm-up may begin with 0, with which all formulas are equal
         config["learning_rate"] = 0.01
     copy = type(optimizer).from_config(config)
+    # What the class sets beside its configuration, such as a switch that get_config leaves out.
+    known = vars(keras.optimizers.SGD()).keys() | config.keys()
+    for name, value in vars(optimizer).items():
+        if name not in known and not _holds_variables(value):
+            setattr(copy, name, deepcopy(value))
     variables = [keras.Variable(_numbers(k, k)[a:b].reshape(shape), name=f"w{k}") for k, a, b, shape in cuts]
     for step in range(STEPS):
         scale = SCALES[step % len(SCALES)]
@@ -60,6 +66,11 @@ def _trained(optimizer: Any, cuts: Sequence[tuple[int, int, int, tuple[int, ...]
             [keras.ops.convert_to_tensor(g, v.dtype) for g, v in zip(gradients, variables, strict=True)], variables
         )
     return np.concatenate([to_numpy(v).reshape(-1) for v in variables])
+
+
+def _holds_variables(value: Any) -> bool:
+    """Return whether these are slots or the like, which the copy makes for itself."""
+    return any(isinstance(x, keras.Variable) for x in keras.tree.flatten(value))
 
 
 def _numbers(k: int, seed: int) -> np.ndarray:

@@ -123,7 +123,7 @@ def test_callbacks_save_whole_slots_on_rank_0(worlds, world):
 @pytest.mark.parametrize("world", [(1, "", "tensorflow"), *WORLDS], ids=str)
 def test_what_cannot_be_divided_is_refused(worlds, world):
     for values in worlds(*world)["sharded_refused"]:
-        assert list(values["refused"]) == ["adafactor", "lamb", "muon", "trusted"]
+        assert list(values["refused"]) == ["adafactor", "centralized", "lamb", "muon", "trusted"]
 
 
 def test_the_guides_example(tmp_path):

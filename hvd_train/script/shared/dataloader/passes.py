@@ -609,7 +609,7 @@ def _fitting(reports: list[_Report]) -> set[Counts]:
     """Return the lengths that fit the inputs on all ranks.
 
     Samples are usually the first dimension, or are flattened with others in it. That the lengths of another dimension
-    fit is no accident if they are unequal, so it is then uncertain which.
+    fit is no accident if they are unequal, so it is then uncertain which. Equal ones may be the width of the inputs.
     """
     possible = {(*counts,) for one in reports for counts in one.possible}
     ratios, across = dict[Counts, set[int]](), set[Counts]()
@@ -617,7 +617,7 @@ def _fitting(reports: list[_Report]) -> set[Counts]:
         pairs = [*zip(reports, counts, strict=True)]
         known = [own for one, n in pairs if (own := one.ratios(n)) is not None]
         ratios[counts] = set.intersection(*known) if known else {1}
-        if all(n in one.second for one, n in pairs):
+        if len({*counts}) > 1 and all(n in one.second for one, n in pairs):
             across.add(counts)
     exact = {counts for counts, fit in ratios.items() if 1 in fit}
     flat = {counts for counts, fit in ratios.items() if fit}

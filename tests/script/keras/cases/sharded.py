@@ -46,6 +46,19 @@ class Trusted(OPTIM.SGD):
         super().update_step(gradient * keras.ops.norm(gradient), variable, learning_rate)
 
 
+class Centralized(OPTIM.SGD):
+    """Subtracts the mean of a gradient's columns where it is asked to, which ``get_config`` does not tell."""
+
+    def __init__(self, *rates, centralize=False):
+        super().__init__(*rates)
+        self.centralize = centralize
+
+    def update_step(self, gradient, variable, learning_rate):
+        if self.centralize and len(gradient.shape) > 1:
+            gradient -= keras.ops.mean(gradient, axis=0, keepdims=True)
+        super().update_step(gradient, variable, learning_rate)
+
+
 def excluding(optimizer):
     optimizer.exclude_from_weight_decay(var_names=["bias"])
     return optimizer
@@ -223,7 +236,9 @@ def refused():
         "lamb": lambda: OPTIM.Lamb(0.01),
         "muon": lambda: OPTIM.Muon(0.01),
         "trusted": lambda: Trusted(0.01),
+        "centralized": lambda: Centralized(0.01, centralize=True),
     }
+    hk.distribute(compiled(optimizer=Centralized(0.01)), sharded=True)
     for name, make in makers.items():
         try:
             hk.distribute(compiled(optimizer=make()), sharded=True)

@@ -634,6 +634,38 @@ def keras_subclass(num_classes, early: bool = False, aux: bool = False):
     return Subclass()
 
 
+def keras_own_loss(num_classes):
+    """A model with a loss of its own, as Keras' guide writes it."""
+    import keras
+
+    class Penalized(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return keras.ops.mean(y_pred)
+
+    return Penalized([keras.layers.Flatten(), keras.layers.Dense(num_classes)])
+
+
+def keras_masking(num_classes, sequences=True):
+    """A recurrent network over the rows of an image, which masks those of zeros."""
+    import keras
+
+    layers = keras.layers
+    rows = [layers.Reshape((4, -1)), layers.Masking(0.0), layers.GRU(4, return_sequences=sequences)]
+    pool = layers.Lambda(lambda x: x[:, 0], mask=lambda x, mask: mask[:, 0]) if sequences else layers.Identity()
+    return keras.Sequential([*rows, pool, layers.Dense(num_classes)])
+
+
+def with_training_step(num_classes):
+    """A module as Lightning's are."""
+    import torch
+
+    class Module(torch.nn.Sequential):
+        def training_step(self, batch, index):
+            return 0.0
+
+    return Module(torch.nn.Flatten(), torch.nn.Linear(64, num_classes))
+
+
 def keras_towers(input_shape, num_classes):
     """Two models with layers of one name, and so variables of one path."""
     import keras

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -141,6 +141,15 @@ def checked(outputs: Any, name: str) -> Any:
     return outputs
 
 
+def own_method(model: Any, names: Sequence[str]) -> str:
+    """Return the first of the methods that a class of the user's defines, or ""."""
+    for name in names:
+        definer = next((kind for kind in type(model).__mro__ if name in vars(kind)), object)
+        if definer.__module__.split(".")[0] not in LIBRARIES:
+            return name
+    return ""
+
+
 def untaken(name: str, sample: Sample, error: Exception) -> ConfigError:
     """Make the error for a model that cannot process the data's samples."""
     listed = ", ".join(f"{key} {field}" for key, field in sample.inputs.items())
@@ -153,6 +162,7 @@ def untaken(name: str, sample: Sample, error: Exception) -> ConfigError:
     return ConfigError(what, where=f"model.name: {name}", fix=fix)
 
 
+LIBRARIES = ("builtins", "keras", "torch", "lightning", "pytorch_lightning")
 IF_IMAGES = "if they are images, set data.images: true"
 VARIES = "input_shape has None where lengths vary (data.lengths): take a model that sums or attends over places"
 NO_CLASSES = "num_classes is None, as task.loss is not cross_entropy: set data.num_classes"

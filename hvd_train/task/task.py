@@ -52,6 +52,8 @@ class Task:
         self._ops, self._labels = ops, sample.labels
         self.step = UserStep(config.step, [*config.terms], training) if config.step else None
         self._remark = ""
+        # What the front-end finds in the model: a layer whose mask reaches the outputs, and a loss of its own.
+        self.masking_layer = self.own_loss = ""
         kind = StepObjective if config.step else Objective
         self.objectives = [
             kind(name, *names, sample, config.ignore_index, ops, config.class_weights)
@@ -123,9 +125,19 @@ class Task:
 
     @property
     def remarks(self) -> list[str]:
-        """Return a remark on each user function whose value for a sample depends on the batch; after ``probe``."""
+        """Return remarks on the model's mask and loss, and on functions that compare samples; after ``probe``."""
         of_step = [f"{self.step.where}: {self._remark}"] if self.step and self._remark else []
-        return of_step + [f"{one.where}: {one.remark}" for one in self._functions if one.remark]
+        built_in = [one for one in self.objectives if not one.user_loss]
+        of_model = []
+        if self.masking_layer and (counting := [one.loss for one in built_in if not one.masked]):
+            what = (
+                f"the model masks some of its outputs (layer '{self.masking_layer}'), and {counting[0]} counts them all"
+            )
+            of_model.append(f"{what}, where Keras leaves them out: a loss of yours may return (values, weights)")
+        if self.own_loss and built_in:
+            what = f"the model's {self.own_loss} is not used: its loss here is {built_in[0].loss}"
+            of_model.append(f"{what}; what it computes belongs in a loss (task.loss) or a step (task.step) of yours")
+        return of_model + of_step + [f"{one.where}: {one.remark}" for one in self._functions if one.remark]
 
     @property
     def compares_samples(self) -> bool:

@@ -30,7 +30,7 @@ from hvd_train.frontends.pytorch.optimizers import array_of
 from hvd_train.frontends.pytorch.shapes import lazy, native_shape
 from hvd_train.frontends.pytorch.sharded import ShardedOptimizer
 from hvd_train.frontends.pytorch.user_optimizer import flat_optimizer
-from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
+from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, own_method, untaken
 from hvd_train.protocol import (
     Batch,
     DividedUpdate,
@@ -98,6 +98,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         self._host: HostMemory | None = None
         self._known_changes = 0
         self._probe_task(sample)
+        self.task.own_loss = own_method(self.model, ["training_step"])
         if table:
             self._set(self._first_weights(self._trainable, config.seed))
 

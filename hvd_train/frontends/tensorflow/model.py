@@ -42,7 +42,7 @@ from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer, check_const
 from hvd_train.frontends.tensorflow.user_optimizer import variable_optimizer
 from hvd_train.frontends.tensorflow.variables import by_path, check_none_is_late, common_state, states
 from hvd_train.frontends.tensorflow.weight_files import names_here, numbered, paths_here
-from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
+from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, own_method, untaken
 from hvd_train.protocol import (
     Batch,
     DividedUpdate,
@@ -112,6 +112,9 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self._count = graph(self._traced_counts)
         self._score, self._predict = graph(self._traced_score), graph(self._eval_outputs, reduce_retracing=self._ragged)
         self._probe_task(sample)
+        self.task.masking_layer = self._masking_layer()
+        compiled = "compile()" * bool(getattr(self.model, "compiled", False))
+        self.task.own_loss = own_method(self.model, ("compute_loss", "train_step")) or compiled
         # Losses that compare samples must not see padding. Stages exchange activations of one shape.
         # A step may join several views of a batch, and then batch normalization cannot tell which rows are padding.
         compares = self.task.compares_samples or self.task.step is not None
@@ -136,6 +139,17 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             self._eval_of(*self.to_device(made_up(self._sample))[:2])
         except (TypeError, ValueError, KeyError, AttributeError, tf.errors.InvalidArgumentError) as error:
             raise untaken(self.config.model.name, self._sample, error) from error
+
+    def _masking_layer(self) -> str:
+        """Return the name of a layer whose mask reaches the outputs, or ""."""
+        masking = (
+            x for x in self.model._flatten_layers() if getattr(x, "mask_zero", isinstance(x, keras.layers.Masking))
+        )
+        if (layer := next(masking, None)) is None:
+            return ""
+        outputs = self.model(one_or_all(self._inputs_ready(self.to_device(made_up(self._sample))[0])), training=False)
+        masked = any(getattr(x, "_keras_mask", None) is not None for x in tf.nest.flatten(outputs))
+        return layer.name if masked else ""
 
     def specs(self) -> list[TensorSpec]:
         return [TensorSpec(self.layouts[p].name, tuple(v.shape), v.dtype) for p, v in self._unfrozen.items()]

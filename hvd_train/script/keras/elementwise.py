@@ -70,7 +70,9 @@ def _trained(optimizer: Any, cuts: Sequence[tuple[int, int, int, tuple[int, ...]
 
 def _holds_variables(value: Any) -> bool:
     """Return whether these are slots or the like, which the copy makes for itself."""
-    return any(isinstance(x, keras.Variable) for x in keras.tree.flatten(value))
+    if isinstance(value, list | tuple | dict):
+        return any(map(_holds_variables, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, keras.Variable)
 
 
 def _numbers(k: int, seed: int) -> np.ndarray:

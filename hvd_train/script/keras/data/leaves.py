@@ -171,7 +171,9 @@ def keep_first(data: Any, iterator: Any) -> None:
     If an iterator ends while a thread reads ahead for it, TensorFlow 2.21 sometimes takes what the cache holds so far
     for the whole data set: later passes have a few batches.
     """
-    if kind_of(data) == "dataset" and caches(data):
+    import tensorflow as tf
+
+    if kind_of(data) == "dataset" and caches(data) and tf.executing_eagerly():
         data.__dict__.setdefault("_first_iterator", iterator)
 
 

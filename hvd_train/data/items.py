@@ -204,6 +204,12 @@ class Items:
                 seed_all(mix(mix(seed, epoch), key), self._own)
             items.append(self._sample(row))
         pairs = [self._pair(item) for item in items]
+        for (given, _), row in zip(pairs, rows.tolist(), strict=True):
+            if isinstance(given, tuple | list) and any(getattr(x, "ndim", 0) for x in given):
+                # NumPy would make one array of them, with an axis for the arrays.
+                what = f"the inputs of sample {row} are a {type(given).__name__} of {len(given)} arrays"
+                fix = "name them, as the model's arguments are: {'first': a, 'second': b}, or stack them"
+                raise DataError(what, where=self._where, fix=fix)
         collated, images = self._collate is not None, self._images
         inputs = [_converted(pair[0], collated, images) for pair in pairs]
         # Labels are images only beside an image, as those of arrays are.

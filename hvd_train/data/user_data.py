@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from hvd_train.data.arrays import Arrays, float64_arrays
 from hvd_train.data.batched import batched, gives_batches
 from hvd_train.data.classes import Known
 from hvd_train.data.column import LABEL, check_no_mask, is_class
-from hvd_train.data.dataset import DataRequest, Parts, Whole, known
+from hvd_train.data.dataset import DataRequest, Divisible, Parts, Whole, known
 from hvd_train.data.generators import beside
 from hvd_train.data.held_out import fold_held_out, share_held_out
 from hvd_train.data.items import Items, gives_items
@@ -26,7 +26,7 @@ from hvd_train.protocol import Field, Fields, Source
 
 
 def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_data: Any) -> Parts:
-    """Open (train, val) or (train, val, test), or one data set of which a share is held out.
+    """Open (train, val) or (train, val, test), or one data set or pair of arrays, of which a share is held out.
 
     A part is a pair of arrays, an object with ``fetch``, a data set that gives one sample at a time, or a stream.
     ``user_data``: these, or a function(**data.options) that returns it; None: ``data.name`` names the function.
@@ -42,6 +42,9 @@ def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_
     if gives_items(made):
         return Whole(ItemSource(made, config, task, where, known(config, request), request.labels), config.val_fraction)
     listed = isinstance(made, tuple | list) and len(made) in (2, 3)
+    if listed and len(made) == 2 and all(map(_are_arrays, made)) and not _alike(*made):  # one part: inputs and labels
+        arrays = _source(tuple(made), config, task, where, known(config, request), request.labels)
+        return Whole(cast(Divisible, arrays), config.val_fraction)
     if not listed or (len(made) == 3 and any(hasattr(part, "__array__") for part in made)):
         fix = "give (train, val), or (train, val, test)"
         raise DataError(f"the data are {_describe(made)}", where=where, fix=fix)
@@ -58,6 +61,19 @@ def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_
     if not parts:
         raise DataError("there are no samples", where=where, fix="give (train, val)")
     return parts
+
+
+def _are_arrays(value: Any) -> bool:
+    """Return whether this is an array or a data frame, or a dict of such."""
+    return all(map(_are_arrays, value.values())) if isinstance(value, dict) else hasattr(value, "__array__")
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether these may be training and validation samples, and not inputs and labels."""
+    if isinstance(one, dict) or isinstance(other, dict):
+        return isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys()
+    kinds = [(tuple(np.shape(x))[1:], list(map(str, getattr(x, "columns", ())))) for x in (one, other)]
+    return kinds[0] == kinds[1] and bool(kinds[0][0])
 
 
 def _splits(made: dict[str, Any], where: str) -> tuple[Any, ...]:

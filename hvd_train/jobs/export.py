@@ -115,6 +115,8 @@ def _trained(config: Config, snapshot: store.Snapshot) -> Trained:
     if 0 < len(divided) < len(sample.inputs):
         numbers = f"of {', '.join(divided)} {NUMBERS[1]}, of others {NUMBERS[0]}"
     scale = SCALES.get(config.data.name) or numbers
+    if fitted := snapshot.config().data.fitted:
+        scale = f'of columns made from the table as "{PREPARED}" in the .json file says'
     several = len(sample.inputs) > 1
     for name, field in sample.inputs.items():
         if field.mean:
@@ -129,7 +131,7 @@ def _trained(config: Config, snapshot: store.Snapshot) -> Trained:
         "num_classes": str(sample.num_classes),
         **_names(sample),
     }
-    if fitted := snapshot.config().data.fitted:
+    if fitted:
         about[PREPARED] = json.dumps(fitted, ensure_ascii=False)
     return Trained(FrontEndConfig.of(config), arrays, sample, about, scale)
 

@@ -395,6 +395,13 @@ class Three(Digits):
         return torch.zeros(3), 0, 0
 
 
+class Two(Digits):
+    """A pair of images, which torch's own collation keeps apart."""
+
+    def __getitem__(self, k):
+        return (torch.zeros(3), torch.ones(3)), k % 2
+
+
 class Gaps(utils.Dataset):
     """One of four samples has no number."""
 
@@ -426,6 +433,7 @@ class Without(utils.Dataset):
         (Gaps(None), "sample 3 holds None, and sample 0 a number; .*; give all samples numbers of one type"),
         (Gaps("no"), "sample 3 holds 'no', and sample 0 a number"),
         (Gaps(np.uint8(1)), "sample 3 is of uint8, and sample 0 of bool; .*: bytes are divided by 255"),
+        (Two(), "the inputs of sample 0 are a tuple of 2 arrays; .*; name them, as the model's arguments are"),
         (Growing(), "the data set had 1,797 samples, and has 1,[78].. now; .*; its length must not change"),
         (Three(), "a sample is a tuple of 3; .*; let __getitem__ return"),
         (Without(), "the number of classes is not known: .*; set data.num_classes"),

@@ -503,3 +503,33 @@ def test_a_fetch_may_give_lists_and_no_labels():
     assert data.train.fetch(np.arange(3))[1]["label"].tolist() == [0, 1, 0]
     bare, request = Bare(lambda x: x), DataRequest(data.sample, "val", labels=False)
     assert len(open_data(DataConfig(name="a:b"), TaskConfig(), (None, bare), request).parts["val"]) == 40
+
+
+@pytest.mark.parametrize("kind", ["arrays", "frames", "named"])
+def test_one_pair_of_arrays_is_divided(kind):
+    """Only torch data sets were: "ndarray has no fetch", with the advice to give (inputs, labels)."""
+    pandas = pytest.importorskip("pandas")
+    x, y = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32), np.arange(60) % 3
+    given = {
+        "arrays": (x, y),
+        "frames": (pandas.DataFrame(x, columns=["a", "b", "c"]), pandas.Series(y)),
+        "named": ({"a": x, "b": x[:, 0]}, y),
+    }[kind]
+    data = open_data(DataConfig(name="own", val_fraction=0.2), TaskConfig(), user_data=given)
+    assert (len(data.train), len(data.val)) == (48, 12)
+    for part in (data.train, data.val):
+        inputs, labels = part.fetch(np.arange(len(part)))
+        assert np.bincount(labels["label"]).tolist() == [len(part) // 3] * 3
+        rows = [next(k for k in range(60) if (x[k] == row).all()) for row in inputs.get("input", inputs.get("a"))]
+        assert (y[rows] == labels["label"]).all()
+    fold = open_data(DataConfig(name="own", fold=[0, 4]), TaskConfig(), user_data=given)
+    assert (len(fold.train), len(fold.val)) == (45, 15)
+
+
+def test_two_parts_of_one_kind_are_no_inputs_and_labels():
+    pandas = pytest.importorskip("pandas")
+    x = np.zeros((8, 3), np.float32)
+    frame = pandas.DataFrame(x, columns=["a", "b", "label"])
+    for parts in ((x, x), (frame, frame), ({"a": x, "label": LABELS}, {"a": x, "label": LABELS})):
+        with pytest.raises(DataError, match="give \\(inputs, labels\\)"):
+            open_data(DataConfig(name="own"), TaskConfig(loss="mse"), user_data=parts)

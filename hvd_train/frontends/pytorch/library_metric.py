@@ -49,7 +49,7 @@ class TorchMetric:
         lists = [name for name, start in metric._defaults.items() if isinstance(start, list)]
         if lists:
             fix = "take a form that counts: thresholds=200 for a curve, multidim_average='global' for rates"
-            fix += "; or write a function"
+            fix += "; or write a function, over all predictions as gathered:package.module:function"
             raise ConfigError(f"{title} keeps a list of all outputs ({', '.join(lists)})", fix=fix)
         others = [name for name, reduction in metric._reductions.items() if reduction is not dim_zero_sum]
         if others or not metric._defaults:

@@ -321,8 +321,10 @@ def fits(logits: Sequence[int | None], labels: Sequence[int | None], num_classes
 def unfit(logits: Sequence[int | None], labels: Sequence[int | None], num_classes: int) -> ConfigError:
     """Make the error for logits that are not (n, ..., classes) for labels (n, ...)."""
     wanted = ", ".join(str(size) for size in (*labels, "num_classes"))
+    first = len(labels) > 1 and (logits[0], *logits[2:]) == (*labels,)  # as PyTorch's losses take them
+    turn = ": in forward, outputs.movedim(1, -1) puts the classes last" * first
     return ConfigError(
         f"the model gives logits of shape {tuple(logits)} for labels of shape {tuple(labels)} in {num_classes} classes",
         where="model.name, data.name",
-        fix=f"choose a model that gives ({wanted}), a number for each class before any softmax or sigmoid",
+        fix=f"choose a model that gives ({wanted}), a number for each class before any softmax or sigmoid{turn}",
     )

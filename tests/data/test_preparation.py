@@ -299,6 +299,8 @@ def test_a_run_keeps_what_it_fitted(framework, tmp_path):
         ["export", *path, "--to", "safetensors", "-o", tmp_path / "model.safetensors"],
     )
     assert exported.code == 0, exported
+    # It said "numbers as stored in the data", which gave a model of scaled columns other numbers than predict.
+    assert 'numbers of columns made from the table as "prepared" in the .json file says' in exported.out + exported.err
     said = json.loads((tmp_path / "model.safetensors.json").read_text())["prepared"]
     assert [one["column"] for one in said] == ["island", *NUMBERS[:4], "sex", "year"]
     assert scored.code == predicted.code == elsewhere.code == checked.code == 0, (scored, predicted, elsewhere, checked)

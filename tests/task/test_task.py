@@ -19,6 +19,7 @@ from hvd_train.metrics.metric import LabelForm, Metric
 from hvd_train.metrics.ranking import Ranking
 from hvd_train.metrics.table import LOSSES, METRICS, loss_function
 from hvd_train.protocol import Field, Sample
+from hvd_train.task.objective import unfit
 from hvd_train.task.task import Task
 from hvd_train.task.user_functions import UserFunction
 from tests.numpy_frontend import NumpyOps
@@ -828,3 +829,8 @@ def test_values_that_compare_each_number_with_several_are_told(labels, told):
     loss = UserFunction("task.loss", "mine:loss", lambda z, y: (z - y) ** 2)
     loss.probe(np.ones((2, 5, 1)), np.ones(labels), np.ones(2), NumpyOps())
     assert loss.remark == told
+
+
+def test_logits_with_the_classes_first_are_told_how_to_turn():
+    assert "outputs.movedim(1, -1)" in unfit((2, 3, 4, 5), (2, 4, 5), 3).fix
+    assert "movedim" not in unfit((2, 3), (2, 4), 3).fix

@@ -57,7 +57,8 @@ class Column:
         """
         kind, shape = np.dtype(values.dtype), tuple(int(k) for k in values.shape[1:])
         if kind.kind not in "fuib":
-            raise DataError(f"{title} are of type {kind}", where=where, fix="give numbers, as uint8 or float32")
+            fix = "give numbers, as uint8 or float32" + "; data.features names the columns to take" * ("'" in title)
+            raise DataError(f"{title} are of type {kind}", where=where, fix=fix)
         dtype = "float32" if kind.kind == "f" else TRAVEL.get(kind.name, kind.name)
         # Bytes are copied to the device as bytes and divided there.
         divisor = 255.0 if kind == np.uint8 and not ids else 1.0

@@ -82,7 +82,10 @@ def _splits(made: dict[str, Any], where: str) -> tuple[Any, ...]:
     test = made.get("test")
     if val is None:
         what = f"there is no part 'validation' among {', '.join(map(str, made))}"
-        raise DataError(what, where=where, fix="give (train, val), or the training part alone: val_fraction divides it")
+        fix = "give (train, val), or the training part alone: val_fraction divides it"
+        if test is not None:  # as train_test_split of Hugging Face names the other part
+            fix = "name the part to validate on 'validation', or give (data['train'], data['test'])"
+        raise DataError(what, where=where, fix=fix)
     return (made["train"], val) if test is None else (made["train"], val, test)
 
 

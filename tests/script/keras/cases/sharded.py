@@ -49,8 +49,8 @@ class Trusted(OPTIM.SGD):
 class Centralized(OPTIM.SGD):
     """Subtracts the mean of a gradient's columns where it is asked to, which ``get_config`` does not tell."""
 
-    def __init__(self, *rates, centralize=False):
-        super().__init__(*rates)
+    def __init__(self, *rates, centralize=False, **options):
+        super().__init__(*rates, **options)
         self.centralize = centralize
 
     def update_step(self, gradient, variable, learning_rate):

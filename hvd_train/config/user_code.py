@@ -125,6 +125,9 @@ def user_frames(error: BaseException | None) -> list[traceback.FrameSummary]:
     ]
 
 
+STANDS_IN = "STANDS_IN_FOR"  # what a module of this package has that takes the place of a library's
+
+
 def failed_layer(error: BaseException) -> str:
     """Return the layer that raised in a user's model, if the model has only torch's layers; "" if none did."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -136,7 +139,8 @@ def failed_layer(error: BaseException) -> str:
     if not modules:
         return ""
     (start, model), (_, layer) = modules[0], modules[-1]
-    if any(frame.f_code.co_filename.startswith(NOT_OF_USER) for frame in frames[start:]):
+    ours = [frame for frame in frames[start:] if frame.f_code.co_filename.startswith(NOT_OF_USER)]
+    if any(STANDS_IN not in frame.f_globals for frame in ours):
         return ""  # the error is in this package
     path = next((name for name, module in model.named_modules() if module is layer), "")
     shown = repr(layer) if "\n" not in repr(layer) else type(layer).__name__

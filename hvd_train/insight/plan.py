@@ -318,6 +318,13 @@ def brief(hours: float) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
+DOUBTFUL = 4.0  # times the samples/s of a core; threads that bring nothing and caches explain less
+
+
+def _cores(row: Row) -> int:
+    return row.at.ranks * row.at.threads
+
+
 def text(
     found: Sequence[Row],
     wish: Wish,
@@ -341,6 +348,10 @@ def text(
             f"not planned: {listing(left_out)} hosts, whose ranks are more than the samples of a step or of the data"
         )
     lines += [*findings(found, config, calibration, link), *against_study(found), *against_trainings(found, aim)]
+    one = min(found, key=lambda row: abs(row.speedup - 1))
+    if max(row.speedup / _cores(row) for row in found) > DOUBTFUL * one.speedup / _cores(one):
+        what = "a core cannot be so much faster beside others"
+        lines.append(f"note: {what}: other programs ran while a part was measured; plan again on a quiet host")
     runs = sum(map(len, calibration.figures.values()))
     lines.append(
         f"{amount(runs, 'run')} in {calibration.seconds:.0f} s; batch: of all ranks; 90 %: the interval of a step in "

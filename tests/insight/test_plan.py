@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -134,6 +135,14 @@ def test_rows_of_a_host_are_what_was_measured_and_hosts_have_the_faster_placemen
     assert [row.steps for row in rows] == [2000, 2000, 1000, 500, 250]
     assert rows[2].node_hours == rows[2].hours(rows[2].at.step) == pytest.approx(1000 * 0.11 / 3600)
     assert rows[4].node_hours == pytest.approx(4 * rows[4].hours(rows[4].at.step))
+
+
+@pytest.mark.parametrize(("factor", "told"), [(1.0, False), (0.02, True)])
+def test_speed_that_cannot_be_is_told(factor, told):
+    """An efficiency of 3247 % was printed on a busy host, and its number of ranks advised."""
+    rows = plan.rows(CONFIG, calibrated())
+    rows = [replace(row, speedup=row.speedup / (1 if row.at.ranks == rows[0].at.ranks else factor)) for row in rows]
+    assert ("plan again on a quiet host" in plan.text(rows, Wish(), CONFIG, calibrated())) == told
 
 
 def test_hosts_that_a_step_has_too_few_samples_for_are_named():

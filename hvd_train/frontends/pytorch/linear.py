@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+STANDS_IN_FOR = "torch.nn.modules.linear"  # an error within is one of the user's layer, see config/user_code
 CPUINFO = Path("/proc/cpuinfo")
 SMALLEST = 4_000_000  # multiplications of a layer: below, what a call costs is more than what it gains
 WEIGHTS = 1 << 14  # of a layer that is looked at: 200 layers of 64 x 64 lost 2 % of their speed by more questions
@@ -36,10 +37,10 @@ def take() -> None:
     The class has another ``forward`` from now on, so that layers, their copies and their pickles stay PyTorch's.
     """
     if helps():
-        torch.nn.Linear.forward = _forward
+        torch.nn.Linear.forward = forward
 
 
-def _forward(self: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
+def forward(self: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
     if torch.jit.is_scripting():
         return linear(input, self.weight, self.bias)
     if self.in_features * self.out_features < WEIGHTS:

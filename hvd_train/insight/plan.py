@@ -350,8 +350,8 @@ def text(
     lines += [*findings(found, config, calibration, link), *against_study(found), *against_trainings(found, aim)]
     one = min(found, key=lambda row: abs(row.speedup - 1))
     if max(row.speedup / _cores(row) for row in found) > DOUBTFUL * one.speedup / _cores(one):
-        what = "a core cannot be so much faster beside others"
-        lines.append(f"note: {what}: other programs ran while a part was measured; plan again on a quiet host")
+        what = f"more than {DOUBTFUL:g} times as fast a core as on {amount(one.at.ranks, 'rank')} cannot be"
+        lines.append(f"note: {what}: other programs ran while it was measured; plan again on a quiet host")
     runs = sum(map(len, calibration.figures.values()))
     lines.append(
         f"{amount(runs, 'run')} in {calibration.seconds:.0f} s; batch: of all ranks; 90 %: the interval of a step in "

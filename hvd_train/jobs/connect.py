@@ -62,7 +62,7 @@ def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0
 
 
 def exchange_of(job: Job, compression: str) -> Exchange:
-    """Return an exchange of the job's gradients by itself, to be timed."""
+    """Return an exchange of gradients like the job's, without an update, to measure its time."""
     options, ranks, frontend = job.config.exchange, job.frontend.groups.data, job.frontend
     compressor = make(compression, ranks.size, ranks.rank, **options.options(compression))
     return Exchange(frontend.specs(), frontend.packing, compressor, ranks, frontend.ops)

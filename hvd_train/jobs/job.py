@@ -58,7 +58,7 @@ class Job:
 
 
 class Sizer(Protocol):
-    """Chooses the size of a batch: before the model is built, and where it ``tries`` sizes, after."""
+    """Chooses the batch size. ``begin`` runs before the model is built, ``finish`` after it, if ``tries`` is set."""
 
     tries: bool
 

@@ -89,7 +89,7 @@ class TorchMetric:
 
 
 def _probabilities(names: Sequence[str]) -> Any:
-    """Return the function that a metric would apply to logits, or None; ``names``: its class and base classes."""
+    """Return what a metric applies to logits first, or None if nothing. ``names``: its class and base classes."""
     kinds = [kind for name in names for start, kind in PROBABILITIES.items() if name.startswith(start)]
     return kinds[0] if kinds else None
 

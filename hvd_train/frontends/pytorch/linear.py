@@ -1,4 +1,4 @@
-"""Large linear layers on AMD's processors: float32 matrix products by oneDNN instead of MKL.
+"""Faster linear layers on AMD's processors: oneDNN computes the float32 products of large ones, instead of MKL.
 
 PyTorch takes MKL's, which on these processors run without AVX-512: a product of 64 x 2048 and 2048 x 2048 numbers takes
 2.0 times as long (AMD EPYC, one core, torch 2.13).
@@ -58,7 +58,7 @@ def _of_large_layer(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether this is an ordinary float32 pass on a CPU: not traced, no autocast, torch.func or forward mode."""
+    """Return whether this is float32 on a CPU, without tracing, autocast, torch.func and forward-mode gradients."""
     if type(x) is not torch.Tensor or type(weight) not in (torch.nn.Parameter, torch.Tensor):
         return False
     if not all(t.dtype == torch.float32 and t.is_cpu and t.layout == torch.strided for t in (x, weight)):

@@ -452,10 +452,7 @@ class Reducer:
 
     @torch.no_grad()
     def average_statistics(self) -> None:
-        """Average running statistics that no backward pass has exchanged: forward passes came after it, or no backward.
-
-        All ranks call it.
-        """
+        """Average the running statistics of forward passes that no backward pass followed. All ranks call it."""
         communicator, name = self._communicator, f"model{self.number}.statistics"
         self._running_stats.average(
             lambda flat: communicator.synchronize(communicator.allreduce_async(flat, name)), communicator.size

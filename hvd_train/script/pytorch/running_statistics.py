@@ -37,7 +37,7 @@ class RunningStatistics:
             x.data.copy_(common)  # ``data``: a retained graph may hold the tensor
 
     def average(self, total: Callable[[torch.Tensor], torch.Tensor], ranks: int) -> None:
-        """Average the changes since the last pass by themselves. ``total`` sums a flat tensor over the ranks."""
+        """Average the changes since the last exchange, without gradients. ``total`` sums a tensor over the ranks."""
         self.look_up()
         pairs = [*zip(self.tensors, self._common, strict=True)]
         flat = torch.cat([(x.detach() - common).double().reshape(-1) for x, common in pairs])

@@ -262,7 +262,7 @@ def dataset_parts(
 
 
 def _peekable(data: Any) -> Any:
-    """Let a part of the first pass be read where the pipeline has a ``cache()``, as Keras does to build a model."""
+    """Make it safe to read only a part of the first pass, as Keras does to build a model, of a pipeline that caches."""
     if not caches(data):
         return data
 

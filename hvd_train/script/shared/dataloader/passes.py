@@ -609,7 +609,8 @@ def _fitting(reports: list[_Report]) -> set[Counts]:
     """Return the lengths that fit the inputs on all ranks.
 
     Samples are usually the first dimension, or are flattened with others in it. That the lengths of another dimension
-    fit is no accident if they are unequal, so it is then uncertain which. Equal ones may be the width of the inputs.
+    fit is no accident if they are unequal, so it is then uncertain which. Equal lengths do not count there: the inputs
+    may be as wide.
     """
     possible = {(*counts,) for one in reports for counts in one.possible}
     ratios, across = dict[Counts, set[int]](), set[Counts]()

@@ -84,8 +84,9 @@ class UserBatches(UserOrder):
         )
 
     def _steps_of(self, count: int) -> int:
-        whole = count % self.size == 0 and count
-        return count // self.size if whole else self.planned(self.epoch).count  # the samples of a rest must be known
+        if count and count % self.size == 0:
+            return count // self.size
+        return self.planned(self.epoch).count  # how a rest of batches is divided depends on its samples
 
     def plan_of(self, order: list) -> Plan:
         n, size = len(order), self.size

@@ -168,6 +168,9 @@ class Trainer(Training):
                     self.frontend.run_queued()
                 queued = bool(self.frontend.queued)
                 ended = self.time.stepped(queued)
+                if self.config.model.compile and not self._begun:
+                    seconds = (ended - clock) / 1e9
+                    self.log.message(f"model.compile: the first step took {seconds:.1f} s, with its compilation")
                 info = StepInfo(step, rate, sums, counts, (ended - clock) / 1e9, due)
                 self._begin()
                 self.stop_source.at("training", p.step)

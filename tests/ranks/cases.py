@@ -193,6 +193,17 @@ AVERAGED = {
     "ema-sharded": {"optim.name": "adam", "optim.sharded": True, "ema": {"decay": 0.8, "every_n_steps": 2}},
     "free-sharded": {"optim.name": "schedule_free_sgd", "optim.sharded": True},
 }
+# Forward and backward compiled, with uneven shares of micro-batches; the last batch of an epoch is smaller.
+COMPILED = {
+    "compiled": {
+        "model.compile": True,
+        "global_batch_size": 479,
+        "accumulate_grad_batches": 2,
+        "max_epochs": 3,
+        "ema": {"decay": 0.8},
+    }
+}
+AVERAGED |= COMPILED
 TRAININGS |= {name: SHORT | keys for name, keys in AVERAGED.items()}
 # Weights that are trained from the fourth step on: residuals of the others go on. Left then and later.
 LATER_CUT = {

@@ -250,6 +250,7 @@ def test_the_keys_that_a_resumed_run_may_change():
         "optim.sharded",
         "hooks",
         "model.init_from",
+        "model.compile",
         "parallel.pipeline",
         "parallel.devices_per_rank",
         "parallel.schedule",

@@ -14,7 +14,7 @@ from hvd_train.config.keys.exchange import ExchangeConfig
 from hvd_train.config.keys.model import ModelConfig
 from hvd_train.config.keys.optim import OptimConfig, PlateauConfig
 from hvd_train.config.keys.parallel import PER_STAGE, ParallelConfig
-from hvd_train.config.keys.section import Count, OneOf, Positive, Section, free, raise_problems
+from hvd_train.config.keys.section import Count, OneOf, Positive, Section, free, is_set, raise_problems
 from hvd_train.config.keys.slurm import SlurmConfig
 from hvd_train.config.keys.task import GATHERED, TaskConfig
 from hvd_train.config.modes import SHARDED, STAGES, ModeSpec
@@ -160,6 +160,9 @@ class Config(Section):
             problems.append(("swa.epochs", f"needs max_epochs of {self.swa.epochs} at least"))
         if note := self.exchange.spec.note:
             self._notes.append(f"exchange.mode: {self.exchange.mode}: {note}")
+        if self.framework != "pytorch" and (options := self.model.compile):
+            of_pytorch = [key for key in type(options).model_fields if is_set(options, key)]
+            problems += [(f"model.compile.{key}", "belongs to framework: pytorch") for key in of_pytorch]
         problems += refused(self)
         raise_problems(problems)
         return self

@@ -14,6 +14,11 @@ def _as_section(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
+def _as_options(value: Any) -> Any:
+    """Expand ``true`` to a section of defaults, and ``false`` to none."""
+    return {} if value is True else None if value is False else value
+
+
 class InitConfig(Section):
     """The file with the initial weights. Names are those of the file, with dots for slashes."""
 
@@ -35,6 +40,15 @@ class InitConfig(Section):
         return self
 
 
+class CompileConfig(Section):
+    """How the model is compiled. ``true``: as the defaults say."""
+
+    mode: str = Field("default", description="PyTorch: default, reduce-overhead, max-autotune; see torch.compile")
+    dynamic: bool = Field(False, description="PyTorch: compile once for all shapes; false: once for each")
+    backend: str = Field("inductor", description="PyTorch: what compiles; see torch.compile")
+    fullgraph: bool = Field(False, description="PyTorch: end with an error if a part of the model cannot be compiled")
+
+
 class ModelConfig(Section):
     """The model. Any further key is an option of its build function."""
 
@@ -44,6 +58,9 @@ class ModelConfig(Section):
     )
     init_from: Annotated[InitConfig | None, BeforeValidator(_as_section)] = free(
         None, description="what the first weights are taken from, a path or a section; null: they are drawn"
+    )
+    compile: Annotated[CompileConfig | None, BeforeValidator(_as_options)] = free(
+        None, description="true, or a section: forward and backward are compiled (torch.compile, XLA); null: not"
     )
 
     @property

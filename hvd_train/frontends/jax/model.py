@@ -184,6 +184,7 @@ def refuse_unsupported(config: FrontEndConfig, sample: Sample) -> None:
         f"task.step: {config.task.step}": bool(config.task.step),
         f"optim.name: {config.optim.name}": ":" in config.optim.name,
         f"precision: {config.precision}": config.precision not in ("32", "64"),
+        "model.compile": bool(config.model.compile),  # jax compiles each model
         "optim.sharded": config.optim.sharded,
         "exchange.overlap": config.overlap is True,
         "data.lengths": any(field.ragged for field in sample.inputs.values()),

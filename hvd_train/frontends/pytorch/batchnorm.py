@@ -24,6 +24,8 @@ class Context:
     def __init__(self, communicator: Communicator, ops: Ops, sync: bool) -> None:
         self.communicator: Communicator = communicator if sync else Serial()
         self.ops, self.empty = ops, False
+        # Whether torch.compile may take in the layers: no statistics are joined, and each batch has several samples.
+        self.traceable = False
         self.weight: Callable[[], float] = lambda: 1.0  # the weight of this rank's gradients
         # Called before each forward pass that joins statistics.
         self.before: Callable[[], None] = lambda: None
@@ -66,8 +68,13 @@ class _Joined(_BatchNorm):
     _context: Context
     _wire: str
 
-    @eager
     def forward(self, x) -> torch.Tensor:
+        if torch.compiler.is_compiling() and self._context.traceable:
+            return _BatchNorm.forward(self, x)
+        return self._forward(x)
+
+    @eager
+    def _forward(self, x) -> torch.Tensor:
         if not self._context.gathers(self):
             if not self.training:
                 return _BatchNorm.forward(self, x)

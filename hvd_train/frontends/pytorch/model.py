@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from operator import attrgetter
@@ -22,6 +23,7 @@ from hvd_train.frontends.named_arrays import TensorLayout, layouts_of
 from hvd_train.frontends.pytorch import batchnorm, embeddings, linear
 from hvd_train.frontends.pytorch.blocks import joined
 from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, dense, in_memory, stored_shape
+from hvd_train.frontends.pytorch.compiled import Compiled
 from hvd_train.frontends.pytorch.device import MIXED, devices_of, mixed_context, seeder
 from hvd_train.frontends.pytorch.freezing import freeze, thaw
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
@@ -56,6 +58,8 @@ IN_TRAINING = attrgetter("training")
 
 class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
     packing = Packing(bucket_bytes=4 << 20, alone_bytes=4 << 20)
+    _compiled: Compiled | None = None
+    _capacity = 0  # the most rows of a batch of this rank
 
     def __init__(self, config: FrontEndConfig, groups: Groups, sample: Sample) -> None:
         self.config, self.groups, self._sample = config, groups, sample
@@ -166,7 +170,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
             return self._outputs(inputs)
         training = self.model.training
         before = self._gradient_versions() if training else []
-        with self._mixed:
+        with self._running(inputs), self._mixed:
             result = self.task.step(self.model, one_or_all(inputs), one_or_all(labels), training)
         if training and self._gradient_versions() != before:
             what = "the step calls backward(), whose gradients would be added to those of the loss"
@@ -187,12 +191,21 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
 
     def _outputs(self, inputs: Mapping[str, torch.Tensor]) -> Any:
         """Return the model's outputs: a tensor, or a dict of tensors."""
-        with self._mixed:
+        with self._running(inputs), self._mixed:
             outputs = self.model(*inputs.values()) if len(inputs) == 1 else self.model(**inputs)
         outputs = checked(outputs, self.config.model.name)
         if isinstance(outputs, Mapping):
             return {name: x.to(self.dtype) for name, x in outputs.items()}
         return outputs.to(self.dtype)
+
+    def _running(self, inputs: Mapping[str, torch.Tensor]) -> AbstractContextManager:
+        """Return the context in which the model is called: compiled if it trains on a full batch, else as it is."""
+        if self._compiled is None:
+            return nullcontext()
+        # The ranks' parts of a full batch differ by one sample. Batch normalization of a single sample, or of a row of
+        # padding, is not compiled.
+        full = len(next(iter(inputs.values()))) >= max(self._capacity - 1, 2)
+        return self._compiled.running(compiled=self.model.training and full)
 
     def specs(self) -> list[TensorSpec]:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -257,6 +270,9 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         ]
         self._fixed_layers = batchnorm.of_weights(self.model, self._fixed_statistics())
         self._layers = [layer for layer in self.model.modules() if layer not in self._fixed_layers]
+        if self.config.model.compile and self._compiled is None:
+            self._compiled = Compiled(self.model, self.config.model.compile)
+            self._batchnorm.traceable = self._batchnorm.communicator.size == 1
         self._sent, self._last = Overlap(update, self._start), False  # whether this is a step's last backward
         self._gathered: dict[int, torch.Tensor] = {}
         self._finite, self._arrivals = True, Counter[int]()
@@ -319,6 +335,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         """Move a batch without its padding, which no layer may see, to the device."""
         # A rank without samples keeps one row of padding: not every layer accepts an empty batch.
         rows, fields = max(batch.count, 1), self._sample.inputs
+        self._capacity = len(batch.weights)
         inputs = {name: self._place(batch.inputs[name][:rows], field) for name, field in fields.items()}
         return inputs, *self._place_labels(batch)
 

@@ -197,6 +197,12 @@ class Gathering:
             layer.moving_mean.assign(mean)
             layer.moving_variance.assign(variance)
 
+    def _check_compiles(self) -> None:
+        """Raise ConfigError if XLA would have to compile an exchange of statistics."""
+        if self._norms() and self._batchnorm.communicator.size > 1:
+            what = "XLA cannot compile batch normalization that joins the statistics of ranks"
+            raise ConfigError(what, where="model.compile", fix="leave it out, or set sync_batchnorm: false")
+
     def _norms(self) -> list[Any]:
         return [x for x in self.model._flatten_layers() if isinstance(x, _Joined) and x.trainable]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -10,8 +11,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator, Packing, Sample
 
+COMPILE = "model.compile"
+# In XLA's messages: the operation, or the reason.
+UNCOMPILED = re.compile(r"on XLA_\w+: (\w+) \(No registered|(\w[^.\n]*must be a compile-time constant)")
 # ``steps_per_execution: auto``: the most time and memory of the steps of one call.
 CALL_SECONDS, CALL_BYTES, CALL_STEPS = 0.1, 64 << 20, 32
 
@@ -20,6 +25,22 @@ def graph(function: Callable, **options: Any) -> Any:
     """Make a ``tf.function`` without AutoGraph, as Keras does."""
     # AutoGraph would rewrite our ``if`` and ``for``, and takes 0.6 of the time of a trace.
     return tf.function(function, autograph=False, **options)
+
+
+def compiling(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a call of graphs that XLA compiles (``model.compile``). Raises ConfigError if it cannot."""
+
+    def run(*arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError) as error:
+            if not (found := UNCOMPILED.search(str(error))):
+                raise
+            raise ConfigError(
+                f"XLA cannot compile {found[1] or found[2]}", where=COMPILE, fix="leave it out"
+            ) from error
+
+    return run
 
 
 def signature(sample: Sample, arguments: Any, *axes: int | None) -> tuple[Any, ...]:

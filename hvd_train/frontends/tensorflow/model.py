@@ -193,6 +193,9 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             accumulated = self._unfrozen.values() if self.config.micro_batches > 1 else ()
             self._accumulated = [zeros_where(v) for v in accumulated]
         self._compiled.clear()  # graphs of an earlier call
+        if self.config.model.compile:
+            self._check_compiles()
+            self._call = graphs.compiling(self._call)
         batchnorm.fix_statistics(self.model, self._fixed_statistics())
         self._accumulate, self._squares = graph(self._traced_accumulate), graph(self._traced_squares)
         self.queued: list[tuple[tuple[Any, ...], Later]] = []
@@ -209,6 +212,9 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
 
     def retrace(self) -> None:
         self.run_queued()
+        self._gradients: Any = self._gradients_of
+        if self.config.model.compile:
+            self._gradients = graph(self._gradients_of, jit_compile=True)
         self._step = graph(self._traced_step)
         self._steps: dict[int, Callable] = {}  # {rows of a batch: graph}
 
@@ -323,6 +329,9 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self._batchnorm.weights = weights
 
     def _backward(self, inputs, labels, weights, scale, seed) -> tuple[list[tf.Tensor], tf.Tensor]:
+        return self._gradients(inputs, labels, weights, scale, seed)
+
+    def _gradients_of(self, inputs, labels, weights, scale, seed) -> tuple[list[tf.Tensor], tf.Tensor]:
         self._begin_forward(weights, seed)
         # watch_accessed_variables=False, or the tape would record non-trainable variables.
         with tf.GradientTape(watch_accessed_variables=False) as tape:

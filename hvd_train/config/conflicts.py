@@ -103,7 +103,8 @@ TRANSFORMS = Feature(
     when=lambda x: any(one.name != "normalize" for one in x),
     words="a transform other than normalize",
 )
-STEP, COMPILE = Feature("task.step"), Feature("model.compile")
+STEP = Feature("task.step")
+COMPILE, RECOMPUTE = Feature("model.compile"), Feature("model.recompute")
 WEIGHTS, BALANCED = Feature("task.class_weights"), Feature("task.class_weights", ("balanced",))
 # Properties that are not in the configuration, of the ranks or of a script.
 GLOO, ODD_RANKS = Feature(words="ranks started with Gloo"), Feature(words="other than 2, 4, 8, ... ranks")
@@ -186,6 +187,8 @@ CONFLICTS = (
     Conflict(GROUPS, DEVICES, "the weights of a group may lie on several devices"),
     Conflict(OWN, DEVICES, "it may need all weights on one device"),
     *(Conflict(COMPILE, one, "a whole model is compiled, for one device") for one in (STAGES, DEVICES)),
+    *(Conflict(RECOMPUTE, one, "a stage or a device computes by blocks already") for one in (STAGES, DEVICES)),
+    Conflict(RECOMPUTE, COMPILE, "the compiler decides what backward computes again"),
     # Data
     Conflict(INPUTS, LENGTHS, "padding would be learned as well"),
     Conflict(TRANSFORMS, LENGTHS, "transforms change samples of one shape"),

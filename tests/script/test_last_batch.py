@@ -82,6 +82,54 @@ def test_batches_that_are_taken_earlier_are_told(told):
     assert told == [0]
 
 
+class Inputs:
+    """Those of two ranks that are alike; ``watched``: from when it is asked."""
+
+    lengths, watched = (set(), set()), False
+
+    def follow(self, needed):
+        self.watched = needed
+
+    def gather(self, own):
+        return [own, own]
+
+
+def test_a_step_after_a_pass_that_ends_unevenly_is_told(told, monkeypatch):
+    """It may be one more on the last batch: the ranks' 7 and 6 samples counted alike, without a word."""
+
+    def step():
+        shares.stepped()
+        passes.averaged()
+        passes.exchanged()
+
+    monkeypatch.setattr(passes, "inputs", Inputs())
+    monkeypatch.setattr(passes, "_steps_after", False)
+    for _ in range(2):
+        for _ in uneven():
+            step()
+        assert told == []
+    step()
+    assert told == [0]
+    for _ in uneven():
+        step()
+    assert passes.inputs.watched  # from then on the lengths of inputs tell
+
+
+def test_batches_in_a_list_are_no_pass_without_steps(monkeypatch):
+    """What is warned of at the end of a pass without a step waits for what comes next."""
+    lines, sums = [], []
+    monkeypatch.setattr(passes, "without_steps", [lambda: lines.append(1)])
+    monkeypatch.setattr(passes, "unshared", passes.UnsharedSums(True, "add them up"))
+    monkeypatch.setattr(passes.warnings, "warn", lambda text, **_: sums.append(text))
+    for _ in list(uneven()):
+        passes.exchanged()
+    next(iter(uneven()))
+    assert not lines and not [x for x in sums if "made no step" in x]
+    list(uneven())
+    next(iter(uneven()))
+    assert lines
+
+
 def test_a_first_batch_that_is_left_out_is_told(told):
     """It looks as if each batch were taken early, until the last one gets no step."""
     batches = iter(uneven())

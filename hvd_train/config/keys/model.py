@@ -62,6 +62,9 @@ class ModelConfig(Section):
     compile: Annotated[CompileConfig | None, BeforeValidator(_as_options)] = free(
         None, description="true, or a section: forward and backward are compiled (torch.compile, XLA); null: not"
     )
+    recompute: bool | list[str] = free(
+        False, description="true, or patterns of layers: backward computes their activations again, to save memory"
+    )
 
     @property
     def options(self) -> dict[str, Any]:

@@ -185,6 +185,7 @@ def refuse_unsupported(config: FrontEndConfig, sample: Sample) -> None:
         f"optim.name: {config.optim.name}": ":" in config.optim.name,
         f"precision: {config.precision}": config.precision not in ("32", "64"),
         "model.compile": bool(config.model.compile),  # jax compiles each model
+        "model.recompute": bool(config.model.recompute),
         "optim.sharded": config.optim.sharded,
         "exchange.overlap": config.overlap is True,
         "data.lengths": any(field.ragged for field in sample.inputs.values()),

@@ -20,7 +20,7 @@ from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import CHANGED_BY_MODEL, UNSHARE, HostMemory
 from hvd_train.frontends.named_arrays import TensorLayout, layouts_of
-from hvd_train.frontends.pytorch import batchnorm, embeddings, linear
+from hvd_train.frontends.pytorch import batchnorm, embeddings, linear, recompute
 from hvd_train.frontends.pytorch.blocks import joined
 from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, dense, in_memory, stored_shape
 from hvd_train.frontends.pytorch.compiled import Compiled
@@ -270,6 +270,8 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         ]
         self._fixed_layers = batchnorm.of_weights(self.model, self._fixed_statistics())
         self._layers = [layer for layer in self.model.modules() if layer not in self._fixed_layers]
+        if self.config.model.recompute:
+            recompute.take(self.model, self.config.model.recompute, self._batchnorm)
         if self.config.model.compile and self._compiled is None:
             self._compiled = Compiled(self.model, self.config.model.compile)
             self._batchnorm.traceable = self._batchnorm.communicator.size == 1

@@ -51,11 +51,10 @@ def check_parameters(trained: Mapping[str, torch.nn.Parameter]) -> None:
         if id(p) in registry.parameters:
             refuse("this parameter is distributed with another model", "distribute one module that holds both", name)
         if p.dtype not in DTYPES:
-            refuse(
-                f"{p.dtype} cannot be exchanged",
-                "keep weights in float32, and compute under torch.autocast",
-                name,
-            )
+            fix = "keep weights in float32, and compute under torch.autocast"
+            if p.is_complex():
+                fix = "keep it as real numbers, and compute with torch.view_as_complex(p)"
+            refuse(f"{p.dtype} cannot be exchanged", fix, name)
 
 
 def check(model: torch.nn.Module, optimizers: Sequence[Any]) -> None:
@@ -82,7 +81,8 @@ def check(model: torch.nn.Module, optimizers: Sequence[Any]) -> None:
             names = [name for name, tensors in hidden_layers.items() if held.intersection(map(id, tensors))]
             if names:
                 refuse(not_part(names), HIDDEN_FIX)
-            refuse(f"{kind} holds parameters that are not the model's", "make it of this model's parameters()")
+            fix = "make it of this model's parameters(), or distribute the module that holds the others, too"
+            refuse(f"{kind} holds parameters that are not the model's", fix)
 
 
 def check_embeddings(model: torch.nn.Module) -> None:

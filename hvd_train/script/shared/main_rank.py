@@ -50,9 +50,10 @@ class UnsharedSums:
         self.count += 1
         self._open, self._main = False, self._main and not traced
 
-    def stepped(self) -> None:
-        """Record that gradients were exchanged."""
+    def stepped(self, of_list: bool = False) -> None:
+        """Record that gradients were exchanged; ``of_list``: of a batch of the last pass, which had ended before."""
         self.count += 1
+        self._open = self._open and not of_list
         self.begins()
 
     def begins(self) -> None:

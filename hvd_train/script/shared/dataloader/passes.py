@@ -42,6 +42,9 @@ _settled = False  # whether that was tried
 _before: tuple[float, ...] | None = None  # what was found out last
 _gathers = True  # whether all ranks compare the lengths of inputs in the next exchange; the same on all ranks
 _agreed = False  # the same, once there was an exchange
+_after = False  # whether the last training pass has ended with an uneven batch, and no batch came since
+_steps_after = False  # whether there were ever steps after such a pass
+_stepless = False  # whether a pass has ended without a step or a sum over ranks, and nothing has followed
 _rank = 0
 _asked = 0
 _summed = False  # whether ht.sum was called between an uneven batch and the exchange of its gradients
@@ -99,6 +102,7 @@ class Pass:
         self._lengths: list[tuple[int, ...]] = []  # each rank's samples in the last two batches
         self._steps, self._batch = shares.steps(), -1
         self.over = False  # whether the pass has ended, seemingly before the step of its last batch
+        self.listed = False  # whether it has ended without a step: its batches may be in a list
         self._begun, self._most = self._steps, 0  # steps before the last batch; the most steps between two batches
         self._weights: dict[int, str] = {}  # digests of the models' weights in a pass without steps
         self._joined = unshared.count if unshared else 0
@@ -109,7 +113,7 @@ class Pass:
         return self
 
     def __next__(self) -> Any:
-        global _newest, _quiet, _decided, _settled
+        global _newest, _quiet, _decided, _settled, _after
         training = torch.is_grad_enabled()
         # Before the next batch: other ranks may still process parts of this one.
         if training and leaving and any(p in (self, _last) for p in uneven()):
@@ -123,12 +127,13 @@ class Pass:
             _open.discard(self)
             _newest, _quiet = (None if one is self else one for one in (_newest, _quiet))
             if training:
+                _after = shares.steps() > self._steps and any(len({*one}) > 1 for one in self._lengths[-1:])
                 self._keep_last()
                 self._end()
             if unshared:
                 unshared.passed(self._joined)
             if inputs:
-                inputs.follow(bool(in_use()) and needs_lengths())
+                inputs.follow((_steps_after or bool(in_use())) and needs_lengths())
             raise
         self._batch += 1
         if training and self._batch == 1 and shares.steps() == self._steps and self._share.at_home:
@@ -149,7 +154,7 @@ class Pass:
                 self._kinds[self._counts] = None
         if training:
             _forget_last()
-            _newest = self
+            _newest, _after = self, False
             _open.add(self)
         else:
             _quiet = self
@@ -287,6 +292,7 @@ class Pass:
             _open.add(self)
 
     def _end(self) -> None:
+        global _stepless
         share = self._share
         if shares.steps() > self._steps:
             if isinstance(share, streams.Stream):
@@ -300,9 +306,8 @@ class Pass:
             rng.start_epoch(mix(share.seed, share.epoch), shares.steps(), share.rank)
             return
         weight_check.pass_ended(self._weights, "the end of a pass over ht.shard")
-        if unshared and unshared.count == self._joined:
-            for work in without_steps:
-                work()
+        self.listed = True
+        _stepless = _stepless or bool(unshared and unshared.count == self._joined)
         if share.shuffle and share.repeated() and share.rank == 0:
             what = "the samples came twice in the same order, because no distributed optimizer made a step"
             warnings.warn(f"{what}; ht.shard; call loader.set_epoch(number) for another order", stacklevel=3)
@@ -310,13 +315,23 @@ class Pass:
 
 @functools.cache
 def _tell_at_exit() -> None:
-    """At exit, warn of a pass that seemed to fetch ahead and had left out its first batch; no batch came after it."""
+    """At exit, warn of the last pass: if it seemed to fetch ahead and had left out its first batch, or had no step."""
     atexit.register(_forget_last)
+    atexit.register(_tell_of_stepless)
+
+
+def _tell_of_stepless() -> None:
+    """Warn of a pass without a step or a sum after which there was none either."""
+    global _stepless
+    for work in without_steps if _stepless else ():
+        work()
+    _stepless = False
 
 
 def _begin(one: Pass) -> None:
     global _rank, _blind
     _tell_at_exit()
+    _tell_of_stepless()
     _rank = one.rank
     stream = one.of_stream
     if one.home or not stream:
@@ -598,8 +613,9 @@ def _found(
     if agreed and same and all(one.again for one in reports):
         return agreed, False
     if len(left) != 1:
-        # In the first step on data of the script's own the models were not watched yet.
-        return agreed or equal, inputs.watched or bool(passes)
+        # In the first step on data of the script's own the models were not watched yet. It may be of the pass's last
+        # batch as well.
+        return agreed or equal, inputs.watched or bool(passes) or _after
     (found,) = left
     _before = found if fitting else _before
     return found, False
@@ -675,10 +691,10 @@ def _warn_of_uncertain_batch(rank: int) -> None:
 
 def exchanged() -> None:
     """Record that the gradients of the batches in use have been exchanged."""
-    global _summed
-    _summed = False
+    global _summed, _stepless
+    _summed = _stepless = False
     if unshared:
-        unshared.stepped()
+        unshared.stepped(of_list=_last is not None and _last.listed)
     accumulated()
     if inputs:
         for lengths in inputs.lengths:
@@ -687,7 +703,7 @@ def exchanged() -> None:
 
 def accumulated() -> None:
     """Record that gradients of the batches in use are computed, so that the next batch has its own."""
-    global _decided, _settled, _last
+    global _decided, _settled, _last, _steps_after
     _decided, _settled = None, False
     passes = [*_open, *([] if _quiet is None else [_quiet])]
     if any(p.new for p in passes):
@@ -700,4 +716,5 @@ def accumulated() -> None:
             _last = None
         _follow_inputs()
     elif not passes:
+        _steps_after = _steps_after or _after
         _follow_inputs()

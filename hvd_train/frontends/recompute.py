@@ -1,0 +1,27 @@
+"""Which layers ``model.recompute`` chooses, for every front-end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+
+from hvd_train.errors import ConfigError, listing
+
+WHERE = "model.recompute"
+
+
+def chosen(layers: Collection[str], patterns: Sequence[str] | bool, blocks: Sequence[str]) -> list[str]:
+    """Return the names of ``layers`` that ``patterns`` match (True: ``blocks``); none is within another.
+
+    Raises ConfigError if a pattern matches nothing, or if there are no blocks.
+    """
+    listed = () if isinstance(patterns, bool) else patterns
+    if not listed and not blocks:
+        what = f"the model has no repeated blocks; it has the layers {listing(sorted(layers))}"
+        raise ConfigError(what, where=WHERE, fix="give patterns of the names of those to compute again")
+    for pattern in listed:
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            what = f"{pattern!r} matches none of the layers {listing(sorted(layers))}"
+            raise ConfigError(what, where=WHERE)
+    names = [n for n in layers if any(fnmatchcase(n, p) for p in listed)] if listed else list(blocks)
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]

@@ -62,6 +62,10 @@ TRAININGS["norm-fixed"] = NORM | {"optim.groups": FIXED, "max_steps": 8}
 RESNET = {"model": {"name": "resnet", "width": 4, "blocks": [1, 1]}, "data.name": "digits", "sync_batchnorm": True}
 TRAININGS["resnet"] = NORM | RESNET | {"global_batch_size": 50, "optim.lr": 0.02, "max_steps": 32}
 TRAININGS["resnet"].pop("model.name")
+# Blocks that backward runs again, in which ranks join statistics.
+TRAININGS["resnet-again"] = TRAININGS["resnet"] | {
+    "model": {"name": "resnet", "width": 4, "blocks": [2, 1], "recompute": True}
+}
 GPT = {
     "model": {"name": "gpt", "width": 16, "depth": 2, "heads": 2},
     "data": {"name": "text", "path": "LICENSE", "sequence_length": 16},

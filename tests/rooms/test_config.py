@@ -251,6 +251,7 @@ def test_the_keys_that_a_resumed_run_may_change():
         "hooks",
         "model.init_from",
         "model.compile",
+        "model.recompute",
         "parallel.pipeline",
         "parallel.devices_per_rank",
         "parallel.schedule",

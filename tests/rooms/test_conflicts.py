@@ -30,7 +30,7 @@ VALUES = {
     "ema": ["{}"], "swa": ["{epochs: 1}"], "optim.groups": ["[{match: a, freeze: true}]", "[{match: a, lr: 1.0}]"],
     "optim.lr_scaling": ["linear", "sqrt"], "optim.warmup_epochs": [0.5], "optim.warmup_steps": [3],
     "sync_batchnorm": ["true"], "data.lengths": ["{}"], "data.sampling": ["balanced"], "model.init_from": ["a.pt"],
-    "model.compile": ["true", "{dynamic: true}"],
+    "model.compile": ["true", "{dynamic: true}"], "model.recompute": ["true", "[a]"],
     "task.class_weights": ["balanced", "[1.0, 2.0]"], "task.step": ["a.b:c"],
 }  # fmt: skip
 # What a key needs beside it.

@@ -81,8 +81,9 @@ class _Joined(_BatchNorm):
                 return _BatchNorm.forward(self, x)
             alone, values = self._context.communicator.size == 1, x.numel() // x.shape[1]
             if alone and values > 1 and not self._context.empty:
-                if self._context.again:
-                    return torch.nn.functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+                if self._context.again and self.track_running_stats:
+                    moved = self.running_mean.clone(), self.running_var.clone()
+                    return torch.nn.functional.batch_norm(x, *moved, self.weight, self.bias, True, 0.0, self.eps)
                 return _BatchNorm.forward(self, x)  # torch's kernel, which rejects a single value
         self._check_input_dim(x)
         return _Normalize.apply(x, self.weight, self.bias, self)

@@ -60,7 +60,7 @@ def take(model: torch.nn.Module, patterns: Sequence[str] | bool, norms: Context)
         if not isinstance(layer, _Again):
             layer.__class__ = type(kind.__name__, (_Again, kind), {"_norms": norms, "__module__": kind.__module__})
         else:
-            kind._norms = norms  # type: ignore[attr-defined]  # of an earlier training
+            kind._norms = norms  # of an earlier training
     return names
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import HostMemory
 from hvd_train.frontends.named_arrays import TensorLayout, layouts_of
-from hvd_train.frontends.tensorflow import batchnorm, graphs
+from hvd_train.frontends.tensorflow import batchnorm, graphs, recompute
 from hvd_train.frontends.tensorflow.blocks import joined
 from hvd_train.frontends.tensorflow.device import DTYPES, MIXED, devices_of
 from hvd_train.frontends.tensorflow.graphs import (
@@ -62,6 +62,7 @@ from hvd_train.task.task import Task
 
 class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
     _cuts_padding = False
+    _chain: Sequence[Any]  # what a training step calls one after the other: the model
 
     def __init__(self, config: FrontEndConfig, groups: Groups, sample: Sample) -> None:
         self.config, self.groups = config, groups
@@ -84,6 +85,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         with tf.device(self._device if len(self._devices) == 1 else "/CPU:0"):
             model, module, _ = build_model(TENSORFLOW.zoo, config, sample)
             self.model, self._module = joined(model), module
+            self._chain = [self.model]
             self._try_forward()
         if not self.model.trainable_variables:
             raise ConfigError("the model has no trainable variable", where=f"model.name: {config.model.name}")
@@ -193,6 +195,8 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             accumulated = self._unfrozen.values() if self.config.micro_batches > 1 else ()
             self._accumulated = [zeros_where(v) for v in accumulated]
         self._compiled.clear()  # graphs of an earlier call
+        if self.config.model.recompute:
+            self._recompute()
         if self.config.model.compile:
             self._check_compiles()
             self._call = graphs.compiling(self._call)
@@ -209,6 +213,14 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self._calls, self._seconds = 0, math.inf  # of the fastest step
         self._compression_error = graph(self._traced_compression_error)
         self._gather = graph(self._traced_statistics)
+
+    def _recompute(self) -> None:
+        """Run layers again in backward. With ``true`` a model of the zoo becomes a chain of its blocks."""
+        patterns = self.config.model.recompute
+        zoo = patterns is True and ":" not in self.config.model.name and hasattr(self._module, "blocks")
+        blocks = self._module.blocks(self.model) if zoo else []
+        self._chain = blocks or [self.model]
+        recompute.take(self.model, patterns, blocks[1:-1], self._batchnorm)
 
     def retrace(self) -> None:
         self.run_queued()
@@ -337,7 +349,9 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             variables = [v.value for v in self._unfrozen.values()]
             tape.watch(variables)
+            self._batchnorm.trains = True
             loss, sums = self.task(self._of_batch(inputs, labels, training=True), labels, weights, scale)
+            self._batchnorm.trains = False
             check_none_is_late(self.model, self._trainable, self.config.model.name)
             # Weighted by samples: a loss may have no label in a step.
             share = scale[-1] * tf.cast(sums[self.task.samples], self.dtype)
@@ -373,7 +387,10 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         return {name: self._ready(inputs[name], field) for name, field in self._sample.inputs.items()}
 
     def _outputs(self, inputs, training: bool) -> Any:
-        outputs = checked(self.model(one_or_all(self._inputs_ready(inputs)), training=training), self.config.model.name)
+        outputs = one_or_all(self._inputs_ready(inputs))
+        for part in self._chain if training else [self.model]:
+            outputs = part(outputs, training=training)
+        outputs = checked(outputs, self.config.model.name)
         return tf.nest.map_structure(lambda x: tf.cast(x, self.dtype), outputs)
 
     def _eval_outputs(self, inputs) -> Any:

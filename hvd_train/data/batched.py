@@ -32,6 +32,7 @@ def batched(part: Any, where: str) -> PyDatasetStream | PipelineStream:
     stream = PyDatasetStream(part, where) if hasattr(part, "on_epoch_end") else PipelineStream(part, where)
     names = getattr(part, "class_names", None)  # of image_dataset_from_directory
     stream.num_classes = getattr(part, "num_classes", len(names) if names else None)
+    stream.class_names = tuple(names or ())
     return stream
 
 
@@ -39,6 +40,7 @@ class PyDatasetStream:
     """The samples of a PyDataset. After the first epoch its batches, not their samples, are shuffled, as Keras does."""
 
     num_classes: int | None = None
+    class_names: tuple[str, ...] = ()
     advice = "let __getitem__ give the same batch each time; random changes belong into data.transforms"
 
     def __init__(self, data: Any, where: str) -> None:
@@ -93,6 +95,7 @@ class PipelineStream:
     """The samples of a tf.data.Dataset, with or without batches, in its own order."""
 
     num_classes: int | None = None
+    class_names: tuple[str, ...] = ()
     advice = "shuffle it with seed=... and reshuffle_each_iteration=False, and draw random numbers with fixed seeds"
 
     def __init__(self, data: Any, where: str) -> None:

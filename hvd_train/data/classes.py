@@ -101,12 +101,16 @@ class Classes:
 
 @dataclass(frozen=True)
 class Known:
-    """The classes of each label before the data are read, and the fields of the trained run and the training part."""
+    """The classes of each label before the data are read, and the fields of the trained run and the training part.
+
+    ``listed``: names of classes that are numbers in the training part, as its data set says them.
+    """
 
     default: Classes = Classes()
     each: Mapping[str, Classes] = field(default_factory=dict)
     run: Sample | None = None
     train: Sample | None = None
+    listed: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: DataConfig, run: Sample | None = None) -> Known:
@@ -140,20 +144,44 @@ class Known:
         def one(known: Classes) -> Classes:
             return known if known.names or known.count else replace(known, count=count)
 
-        return Known(one(self.default), {name: one(known) for name, known in self.each.items()}, self.run)
+        return replace(self, default=one(self.default), each={name: one(known) for name, known in self.each.items()})
 
     def after(self, train: Source) -> Known:
         """Return what is known once the training part has been read: other parts use its class names or numbers."""
-        labels = train.sample.labels
+        labels, listed = train.sample.labels, getattr(train, "class_names", ())
         known_labels = {}
         for name, label_field in labels.items():
             known = self.label(name, len(labels) == 1)
             if label_field.classes and known.whose != "the run":
                 # Also () for classes without names: words of another part must be refused, not numbered.
-                names = label_field.names
+                names = () if listed else label_field.names
                 known = replace(known, names=names, auto=False, whose=known.whose or TRAINING)
             known_labels[name] = replace(known, samples=len(train), trained=label_field.classes)
-        return Known(self.default, known_labels, self.run, train.sample)
+        return Known(self.default, known_labels, self.run, train.sample, listed)
+
+    def named(self, labels: Mapping[str, Field], listed: tuple[str, ...], where: str) -> dict[str, Field]:
+        """Give a part's only label the names that its data set lists for its numbers, or the training part's.
+
+        Raises DataError if the numbers mean other classes in the run or in the training part.
+        """
+        if len(labels) != 1 or not (listed or self.listed):
+            return dict(labels)
+        ((name, one),) = labels.items()
+        run = self.label_of_run(name)
+        before, whose = (run.names, "the run") if run else (self.listed, TRAINING)
+        if one.classes and listed and before and listed != before[: len(listed)]:
+            what = f"the data set numbers its classes {listing(listed)}, and {whose} has {listing(before)}"
+            raise DataError(what, where=where, fix=f"give it {whose}'s list of classes, and number its labels by that")
+        names = before or listed
+        # Names that are numbers would be taken for the labels' values.
+        if one.classes != len(names) or one.names or self.default.auto or values_of(names) is not None:
+            return dict(labels)
+        return {name: replace(one, names=names)}
+
+    def label_of_run(self, name: str) -> Field | None:
+        """Return the label of the run of this name, or its only one."""
+        fields = self.run.labels if self.run else {}
+        return next(iter(fields.values())) if len(fields) == 1 else fields.get(name)
 
     def named_run(self, run: Sample) -> Sample:
         """Return the fields of ``run``, with the names of ``data.classes`` for labels that have none."""

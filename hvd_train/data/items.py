@@ -10,6 +10,7 @@ a rank has must not matter.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ from hvd_train.data.generators import beside, generators_kept, generators_of, se
 from hvd_train.data.images import upright
 from hvd_train.data.item_workers import ItemWorkers
 from hvd_train.data.order import mix, stream
-from hvd_train.errors import DataError
+from hvd_train.errors import DataError, listing
 
 LOOKED_AT, LOOKED_AT_TENSORS = 4, 64  # samples that make the fingerprint, and of a TensorDataset
 TRIED, TRIED_SECONDS = 24, 3.0  # samples that are read twice, until this time is over
@@ -96,7 +97,7 @@ class Items:
             if collate and self._length > 2:
                 self._check_collate(collate)
         self.fingerprint = self._fingerprint(few)
-        self.num_classes, self.counted = _classes_of(dataset), False
+        self.num_classes, self.counted, self.class_names = _classes_of(dataset), False, _class_names(dataset, where)
         if self.num_classes is None and (targets := _targets(dataset)) is not None and len(targets):
             self.num_classes, self.counted = int(targets.max()) + 1, True
 
@@ -322,7 +323,9 @@ def _converted(value: Any, batched: bool = False, images: bool | None = None) ->
     if images is not False and _is_image(value, batched, images):
         value = value.movedim(int(batched), -1)
     if _is(value, "torch", "Tensor"):
-        return value.detach().cpu().numpy()
+        value = value.detach().cpu()
+        # NumPy has no such type, whose numbers float32 holds exactly.
+        return (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
     check_no_mask(value, "values of a sample", "the data set")
     return np.asarray(value)
 
@@ -423,13 +426,38 @@ def _classes_of(dataset: Any) -> int | None:
     if _is(dataset, "torch.utils.data", "ConcatDataset"):
         counts = [_classes_of(one) for one in dataset.datasets]
         return None if None in counts else max(counts)  # type: ignore[type-var]
-    return _class_label(dataset)
+    label = _class_label(dataset)
+    return None if label is None else int(label.num_classes)
 
 
-def _class_label(dataset: Any) -> int | None:
-    """Return the number of classes of a Hugging Face data set's label column, if it is of type ClassLabel."""
+def _class_names(dataset: Any, where: str) -> tuple[str, ...]:
+    """Return the names of the classes in the order of their numbers, as the data set says them; (): it does not.
+
+    Raises DataError if joined data sets number their classes in several ways.
+    """
+    if _is(dataset, "torch.utils.data", "Subset"):
+        return _class_names(dataset.dataset, where)
+    if _is(dataset, "torch.utils.data", "ConcatDataset"):
+        listed = (_class_names(one, where) for one in dataset.datasets)
+        several = sorted(dict.fromkeys(filter(None, listed)), key=len)
+        for one, other in itertools.pairwise(several):
+            if one != other[: len(one)]:
+                what = f"joined data sets number their classes in two ways: {listing(one)} and {listing(other)}"
+                raise DataError(what, where=where, fix="give all of them the same list of classes")
+        return several[-1] if several else ()
+    if getattr(dataset, "target_transform", None) is not None:  # it may have changed the numbers
+        return ()
+    names: Any = getattr(dataset, "classes", None)
+    if not isinstance(names, list | tuple):
+        names = getattr(_class_label(dataset), "names", None) or ()
+    plain = all(isinstance(name, str) for name in names) and len({*names}) == len(names)
+    return tuple(names) if plain and len(names) == _classes_of(dataset) else ()
+
+
+def _class_label(dataset: Any) -> Any:
+    """Return the type of a Hugging Face data set's only column of the type ClassLabel, or None."""
     features: Any = getattr(dataset, "features", None)
     if not hasattr(features, "values"):
         return None
-    counts = [one.num_classes for one in features.values() if hasattr(one, "num_classes")]
-    return int(counts[0]) if len(counts) == 1 else None
+    labels = [one for one in features.values() if hasattr(one, "num_classes")]
+    return labels[0] if len(labels) == 1 else None

@@ -46,11 +46,18 @@ class Preparation:
         self._columns: dict[str, np.ndarray] = {}
         self._kinds: dict[str, str] = {}
         kinds = {facts["column"]: facts["kind"] for facts in self.fitted}
+        zones = {facts["column"]: facts.get("zone", False) for facts in self.fitted}
+        self._zones: set[str] = set()
         for name in features:
             wanted = DATE if name in (config.dates or ()) else "words" if name in listed else ""
             self._kinds[name] = kind = kinds[name] if fitted else wanted
             if kind == DATE:
-                self._columns[name] = table.days(name)
+                self._columns[name], zone = table.days(name)
+                self._zones |= {name} if zone else set()
+                if fitted and zone != zones[name] and not np.isnan(self._columns[name]).all():
+                    have = ["no time zone", "a time zone"]
+                    what = f"its times have {have[zone]}, and those of the training have {have[zones[name]]}"
+                    raise self._error(name, what, "write all of them with their zone, or none")
             else:
                 self._columns[name] = table.with_gaps(name, kind, words=config.categories == "auto")
 
@@ -74,6 +81,7 @@ class Preparation:
         if not words and np.isinf(there).any():
             raise self._error(name, "it holds infinity", "correct it, or leave the row or the column out")
         facts: dict[str, Any] = {"column": name, "kind": "words" if words else self._kinds[name] or "number"}
+        facts |= {"zone": True} if name in self._zones else {}
         if policy in STRATEGIES:
             strategy = "most_frequent" if words else STRATEGIES[policy]
             imputer = SimpleImputer(strategy=strategy, missing_values=None if words else np.nan)

@@ -31,6 +31,7 @@ class StreamSource:
         self.fingerprint = user_stream.fingerprint
         if hasattr(user_stream, "num_classes"):
             self.num_classes = user_stream.num_classes
+        self.class_names = getattr(user_stream, "class_names", ())
         self._first = self.fetch(np.zeros(1, np.int64))
         # One sample first: an iterator that is used up has no others.
         same = all(self._anew(count) == self._anew(count) for count in (1, min(FEW, len(self))))

@@ -357,9 +357,11 @@ class Table:
         row, what = int(np.argmin(numbers)), f"is no number, and {of_numbers:,} of {len(present):,} cells are"
         raise self._fault(name, row, column, what, WORDS_OF_FEATURES)
 
-    def days(self, name: str) -> np.ndarray:
-        """Return a column of dates or times as days since 1970 (n,) float64, NaN where a cell is empty."""
+    def days(self, name: str) -> tuple[np.ndarray, bool]:
+        """Return a column of dates or times as days since 1970 (n,) float64, NaN where a cell is empty.
 
+        Also return whether they have a time zone: then days began in UTC.
+        """
         column = self._marked(name)
         where, fix = f"{self.path}, column '{name}'", "write dates as 2026-11-30, times as 2026-11-30 12:00:00"
         if not str(column.type).startswith(("string", "date", "timestamp", "null")):
@@ -369,7 +371,7 @@ class Table:
         kind = str(column.type)
         per_day = 1.0 if kind.startswith("date32") else 86_400 * PER_SECOND[re.findall(r"\[(\w+)", kind)[0]]
         whole = column.cast("int32" if kind.startswith("date32") else "int64")
-        return np.asarray(whole.cast("float64", safe=False), np.float64) / per_day
+        return np.asarray(whole.cast("float64", safe=False), np.float64) / per_day, "tz=" in kind
 
     def _stamps(self, column: ChunkedArray, where: str, fix: str) -> ChunkedArray:
         """Convert a column of text to timestamps (n,)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -135,8 +136,14 @@ def _columns(value: Any) -> Any:
     """Return the column names of a data frame (pandas), of several by their names; () of other arrays."""
     if isinstance(value, dict):
         return {key: _columns(x) for key, x in value.items()}
-    names = tuple(getattr(value, "columns", ())) if hasattr(value, "__array__") else ()
-    return names if all(isinstance(name, str) for name in names) and len({*names}) == len(names) else ()
+    names = [*getattr(value, "columns", ())] if hasattr(value, "__array__") else []
+    if names == [*range(len(names))]:  # pandas numbers columns without names
+        return ()
+    seen, found = Counter[str](), []
+    for name in map(str, names):  # the second 'a' is a.1, as pandas calls it
+        found.append(f"{name}.{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return tuple(found) if len({*found}) == len(found) else ()
 
 
 FEW = 8  # samples inspected for a remark
@@ -186,7 +193,9 @@ class UserSource:
         columns = _columns(fetched[0]), _columns(fetched[1])
         self._template = Arrays(inputs, labels, where, classes, task, images=config.images, columns=columns)
         self.remarks = self._rounding(inputs, labels)
-        fields, ignore = self._template.sample.labels, task.ignore_index
+        self.class_names = classes.listed or tuple(getattr(user_source, "class_names", ()))
+        ignore = task.ignore_index
+        fields = classes.named(self._template.sample.labels, tuple(getattr(user_source, "class_names", ())), where)
         labels = {name: replace(field, masked=_may_be_masked(field, ignore)) for name, field in fields.items()}
         self.sample, self.note = replace(self._template.sample, labels=labels), self._template.note
         self._check_fetch()

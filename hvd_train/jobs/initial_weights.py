@@ -19,11 +19,13 @@ from hvd_train.checkpoint.serialize import read
 from hvd_train.config import Config
 from hvd_train.config.names import nearest
 from hvd_train.data.dataset import DataSet
+from hvd_train.data.preparation import Facts, table_of
 from hvd_train.errors import CheckpointError, ConfigError, amount, listing, named_reason
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs.resume import saved_vocabulary
 from hvd_train.protocol import Field, Sample, Tree, WeightNames
 from hvd_train.run_folder import safe_reading
+from hvd_train.run_folder.terminal import warn
 from hvd_train.update.parameter_groups import matches
 
 OF_HUGGING_FACE = ("model.safetensors", "pytorch_model.bin")  # files of a published model's folder
@@ -39,8 +41,8 @@ class WeightFile:
     sets.
 
     ``canonical``: with the names and axes of our checkpoints. ``origin``: framework and model, if known. ``sample``,
-    ``vocabulary``: of the run, if the file is a checkpoint. ``here``: {name in the file: the front-end's name, "" for
-    none}, if they may differ.
+    ``vocabulary``, ``fitted`` (``data.fitted``): of the run, if the file is a checkpoint. ``here``: {name in the file:
+    the front-end's name, "" for none}, if they may differ.
     """
 
     arrays: Tree
@@ -48,6 +50,7 @@ class WeightFile:
     origin: tuple[str, str] = ("", "")
     sample: Sample | None = None
     vocabulary: str = ""
+    fitted: Facts | None = None
     place: str = ""
     here: Mapping[str, str] = field(default_factory=dict)
 
@@ -65,7 +68,7 @@ def initialize(config: Config, model: WeightNames, data: DataSet) -> list[str]:
     """Load the weights of ``model.init_from`` into this rank's model. Returns lines about what was loaded, what not,
     and why.
 
-    They also report class numbers, columns or token ids that have another meaning in ``data`` than in the file's run.
+    Warns of class numbers, columns or token ids that have another meaning in ``data`` than in the file's run.
     Called on rank 0, whose weights all ranks get when training begins.
     """
     options = config.model.init_from
@@ -97,7 +100,9 @@ def initialize(config: Config, model: WeightNames, data: DataSet) -> list[str]:
     table += [f"  note: {advice}"] * bool(advice)
     if others := [one.place or "the file itself" for key, one in ranked if key[0] == fits and one is not file]:
         table.append(f"  note: {listing(others)} of the file would fit as well; the first one was taken")
-    return table + _other_names(file, options.rename) + _other_meanings(file, data)
+    for line in _other_meanings(file, data, all_loaded=not done.kept):
+        warn(f"{where}: {line}")
+    return table + _other_names(file, options.rename)
 
 
 def _shape(alias: tuple[str, Any], state: Tree) -> tuple[int, ...]:
@@ -265,8 +270,9 @@ def _read(path: Path, config: Config, where: str) -> list[WeightFile]:
         place = store.resolve(path, str(path))
         snapshot, vocabulary = store.load(place, model_only=True), saved_vocabulary(place.resolve().parent.parent)
         arrays = {key.partition("/")[2]: x for key, x in snapshot.model.items()}
-        origin = snapshot.framework, snapshot.config().model.name
-        return [WeightFile(arrays, True, origin, sample_of(snapshot.meta), vocabulary)]
+        its = snapshot.config()
+        origin = snapshot.framework, its.model.name
+        return [WeightFile(arrays, True, origin, sample_of(snapshot.meta), vocabulary, its.data.fitted)]
     if path.suffix == ".safetensors":
         return [_safetensors(path, where)]
     readers = FRAMEWORKS[config.framework].weight_readers()
@@ -347,25 +353,57 @@ def _other_names(file: WeightFile, rename: Mapping[str, str]) -> list[str]:
     return [f"  note: Keras numbered the file's layers after others: {', '.join(pairs[:SHOWN] + more)}"] * bool(pairs)
 
 
-def _other_meanings(file: WeightFile, data: DataSet) -> list[str]:
-    """Return lines about class names, column names, input scales or tokens that differ from the file's run."""
+def _other_meanings(file: WeightFile, data: DataSet, all_loaded: bool) -> list[str]:
+    """Return lines about class names, columns, input scales or tokens that differ from the file's run.
+
+    ``all_loaded``: whether the model keeps no weight as drawn: else other numbers of classes have other weights.
+    """
     lines, here = [], data.sample
     if file.sample:
         pairs = [("classes", file.sample.labels, here.labels), ("columns", file.sample.inputs, here.inputs)]
         for title, before, now in pairs:
             for name, field in now.items():
                 old, new = (_names(one, title) for one in (_same(name, before, now), field))
-                if len(old) == len(new) and old != new:
-                    lines.append(f"  note: {title} of the file's run are {listing(old)}; here they are {listing(new)}")
+                shared = min(len(old), len(new)) if all_loaded or len(old) == len(new) else 0
+                if old[:shared] != new[:shared]:
+                    lines.append(f"{title} of the file's run are {listing(old)}; here they are {listing(new)}")
         for name, field in here.inputs.items():
             its = _same(name, file.sample.inputs, here.inputs)
             scale, scale_here = (_scale(one) for one in (its or field, field))
             if scale != scale_here:
-                lines.append(f"  note: inputs '{name}' of the file's run were {scale}; here they are {scale_here}")
+                lines.append(f"inputs '{name}' of the file's run were {scale}; here they are {scale_here}")
+        if others := _prepared_otherwise(file.fitted or [], data.fitted or []):
+            more = f" and {len(others) - SHOWN} more" * (len(others) > SHOWN)
+            what = f"columns are prepared otherwise than in the file's run: {'; '.join(others[:SHOWN])}{more}"
+            lines.append(f"{what} (data.fitted takes that of its config.yaml)")
     if file.vocabulary and data.vocabulary and json.loads(file.vocabulary) != json.loads(data.vocabulary):
         what = "tokens have other numbers in the file's run, with another vocabulary"
-        lines.append(f"  note: {what}; data.vocabulary takes vocabulary.json of its run folder")
+        lines.append(f"{what}; data.vocabulary takes vocabulary.json of its run folder")
     return lines
+
+
+def _prepared_otherwise(before: Facts, now: Facts) -> list[str]:
+    """Describe the columns of a table that are prepared in another way than in the file's run.
+
+    ``before``, ``now``: ``data.fitted``; () if columns are taken as they are.
+    """
+    old, new = ({facts["column"]: facts for facts in fitted} for fitted in (before, now))
+    plain = {"kind": "number"}
+    pairs = [(name, old.get(name, plain), new.get(name, plain)) for name in {**old, **new}]
+    if before and now:  # columns that one of them lacks are told by their names
+        pairs = [pair for pair in pairs if pair[0] in old and pair[0] in new]
+    return [
+        f"{name} was {_made(one)}, and is {_made(other)}"
+        for name, one, other in pairs
+        if {**one, "column": ""} != {**other, "column": ""}
+    ]
+
+
+def _made(facts: Mapping[str, Any]) -> str:
+    """Describe how a column is prepared."""
+    (_, kind, fill, rest), *_ = table_of([{"column": "", **facts}])
+    gaps = f"gaps {fill}" * ("fill" in facts or "flag" in facts)
+    return ", ".join(filter(None, [kind, rest, gaps]))
 
 
 def _same(name: str, before: Mapping[str, Field], now: Mapping[str, Field]) -> Field | None:

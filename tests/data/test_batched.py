@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -150,7 +151,14 @@ def test_classes_of_folders(tmp_path):
     part = keras.utils.image_dataset_from_directory(tmp_path, image_size=(8, 8), shuffle=False, verbose=False)
     data = opened(part, num_classes=None)
     assert data.sample.labels["label"].classes == 3
+    assert data.sample.labels["label"].names == ("cat", "dog", "eel")
     assert data.train.fetch(np.arange(9))[1]["label"].tolist() == [0] * 3 + [1] * 3 + [2] * 3
+    shutil.copytree(tmp_path, tmp_path / "val")
+    shutil.rmtree(tmp_path / "val" / "dog")  # eel is 1 there
+    fewer = keras.utils.image_dataset_from_directory(tmp_path / "val", image_size=(8, 8), shuffle=False, verbose=False)
+    config = load_config(base={"data": {"name": "mine:data"}})
+    with pytest.raises(DataError, match="numbers its classes cat, eel, and the training part has cat, dog, eel"):
+        open_data(config.data, config.task, (part, fewer), DataRequest())
 
 
 @pytest.mark.parametrize(

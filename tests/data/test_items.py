@@ -374,6 +374,59 @@ def test_parts_by_hugging_faces_names():
     assert [len(data.parts[name]) for name in ("train", "val", "test")] == [60, 40, 20]
 
 
+class Folder(utils.Dataset):
+    """As torchvision's ImageFolder: ``classes``."""
+
+    def __init__(self, *classes):
+        self.classes, self.targets = list(classes), [k % len(classes) for k in range(40)]
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, k):
+        return torch.full((3,), float(self.targets[k])), self.targets[k]
+
+
+def hugging_face(*names):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(x=datasets.Sequence(datasets.Value("float32")), y=datasets.ClassLabel(names=[*names]))
+    rows = {"x": [[float(k)] * 3 for k in range(40)], "y": [k % len(names) for k in range(40)]}
+    return datasets.Dataset.from_dict(rows, features)
+
+
+@pytest.mark.parametrize("kind", [Folder, hugging_face])
+def test_parts_number_their_classes_alike(kind):
+    """A folder that lacks a class numbers the others anew: a perfect model had an accuracy of 0.5, without a word."""
+    keys = {} if kind is Folder else {"features": ["x"], "labels": ["y"]}
+    data = opened((kind("cat", "dog", "fish"), kind("cat", "dog", "fish")), **keys)
+    names = {name: field.names for name, field in data.sample.labels.items()}
+    assert [*names.values()] == [("cat", "dog", "fish")] and data.val.sample.labels == data.sample.labels
+    assert not data.remarks and "taken as" not in data.val.note
+    for other in (("cat", "fish"), ("dog", "cat", "fish"), ("cat", "dog", "fish", "owl")):
+        told = (
+            f"numbers its classes {', '.join(other)}, and the training part has cat, dog, fish; .*give it the training"
+        )
+        with pytest.raises(DataError, match=told):
+            opened((kind("cat", "dog", "fish"), kind(*other)), **keys)
+    opened((kind("cat", "dog", "fish"), kind("cat", "dog")), **keys)  # its numbers mean the same
+    request = DataRequest(run=data.sample, split="all")
+    (part,) = opened((kind("cat", "dog", "fish"), None), request, **keys).parts.values()
+    assert part.sample.labels == data.sample.labels
+    with pytest.raises(DataError, match="and the run has cat, dog, fish"):
+        opened((kind("dog", "cat", "fish"), None), request, **keys)
+
+
+def test_classes_of_a_data_set_that_are_no_names_of_its_numbers():
+    for one in (Folder("1", "2", "3"), Folder("a", "a", "b")):
+        assert not next(iter(opened(one).sample.labels.values())).names
+    changed = Folder("cat", "dog")
+    changed.target_transform = lambda k: 1 - k
+    assert not next(iter(opened(changed).sample.labels.values())).names
+    assert next(iter(opened(Folder("cat", "dog")).val.sample.labels.values())).names == ("cat", "dog")
+    with pytest.raises(DataError, match="joined data sets number their classes in two ways: cat, dog and dog, fish"):
+        opened(utils.ConcatDataset([Folder("cat", "dog"), Folder("dog", "fish")]))
+
+
 class Clock(Digits):
     def __getitem__(self, k):
         return torch.tensor([time.perf_counter()]), 0

@@ -149,6 +149,20 @@ def test_dates_are_days(tmp_path):
     assert x[[0, 1, 2, 4, 5]].tolist() == [1, 20787.5, -1, 2, 3]
 
 
+@pytest.mark.parametrize("zones", [("+08:00", ""), ("", "+08:00")])
+def test_times_with_a_zone_beside_times_without_are_refused(tmp_path, zones):
+    """Half of them were eight hours off, without a word."""
+    for part, zone in zip(("train", "val"), zones, strict=True):
+        rows = [f"2026-01-0{k} 12:00:00{zone},{k % 2}" for k in range(1, 7)]
+        (tmp_path / f"{part}.csv").write_text("\n".join(["day,y", *rows]))
+    with pytest.raises(DataError, match="column 'day'; write all of them with their zone, or none") as told:
+        opened(tmp_path, labels="y", dates=["day"])
+    assert "its times have no time zone, and" in str(told.value) or "its times have a time zone, and" in str(told.value)
+    (tmp_path / "val.csv").write_text("day,y\n2026-01-03 12:00:00" + zones[0] + ",0\n")
+    data = opened(tmp_path, labels="y", dates=["day"])
+    assert inputs(data.val)[0, 0] == inputs(data.train)[2, 0]
+
+
 def written(tmp_path, suffix, **columns):
     path = tmp_path / f"table{suffix}"
     table = pyarrow.table(columns)

@@ -472,15 +472,27 @@ def test_built_in_metrics_beside_a_loss_of_the_users_leave_out_what_has_no_label
 @pytest.mark.parametrize("label", [0.1, 1 / 3, 123.456, 0.0, -2e5])
 def test_r2_of_equal_labels_is_not_a_number(label):
     """Of 1,003 labels 0.1 in batches it was -7e16: what rounding had left of the sums was their spread."""
-    metric = METRICS["r2"].metric_class(None)
     for count in (1, 7, 1003, 20_000):
         y = np.full(count, label, np.float32).astype(np.float64)
-        parts = np.array_split(y, -(-count // 13))
-        sums = sum(np.array([len(x), x.sum(), (x**2).sum(), 0.25 * len(x)]) for x in parts)
-        assert math.isnan(metric.result(sums)), count
+        assert math.isnan(r2_of(y, y + 0.5, -(-count // 13))), count
         other = y + 1e-4 * max(abs(label), 1) * (np.arange(count) % 2)
-        sums = np.array([count, other.sum(), (other**2).sum(), 0.0])
-        assert math.isnan(metric.result(sums)) if count == 1 else metric.result(sums) == 1
+        assert math.isnan(r2_of(other, other)) if count == 1 else r2_of(other, other) == 1
+
+
+def r2_of(y, z, parts=1):
+    """In so many batches."""
+    task, _, _ = made("mse", ["r2"], "numbers", ())
+    batches = zip(np.array_split(y, parts), np.array_split(z, parts), strict=True)
+    return task.results(sum(task(b, {"label": a}, np.ones(len(a)))[1] for a, b in batches))["r2"]
+
+
+@pytest.mark.parametrize("mean", [0, 1e6, 1e8])
+def test_r2_keeps_its_digits_whatever_the_mean_of_the_labels(mean):
+    """Labels around 1e7 with a deviation of 3 gave 0.88008 on one rank and 0.87971 on two, for 0.87975."""
+    y = mean + 3 * RNG.normal(size=5000)
+    z = y + RNG.normal(size=5000)
+    assert r2_of(y, z, 137) == pytest.approx(metrics.r2_score(y - mean, z - mean), rel=1e-9)
+    assert math.isnan(r2_of(y, z * np.nan))
 
 
 def test_r2_of_labels_far_from_zero_in_32_bits():

@@ -158,6 +158,29 @@ class Items:
         last = int(np.searchsorted(self._ends, self._ends[-1]))
         return np.minimum(np.searchsorted(self._ends, uniform * self._ends[-1], side="right"), last)
 
+    def listed(self) -> tuple[Any, Any]:
+        """Read all samples; return inputs and labels, each a list of arrays or numbers, or a dict of such.
+
+        Raises DataError if samples are random, or collated: they are read once, and padded later.
+        """
+        if self.random or self._collate or self.weights is not None:
+            what = "samples are random" if self.random else "the DataLoader has a collate_fn or a sampler of its own"
+            fix = "give the data set itself, without padding and random changes"
+            raise DataError(f"{what}, and with data.lengths they are read once", where=self._where, fix=fix)
+        with self._alone, generators_kept():
+            pairs = [self._pair(self._sample(row)) for row in self.rows.tolist()]
+        columns = []
+        for values in ([inputs for inputs, _ in pairs], [labels for _, labels in pairs]):
+            made = [_converted(x, images=False) for x in values]
+            named = hasattr(values[0], "keys")
+            columns.append({key: [one[key] for one in made] for key in made[0]} if named else made)
+        inputs, labels = columns
+        first = self._sample(self.rows[0])
+        # There will be a mask beside it, so that the model gets its inputs by their names.
+        if hasattr(first, "keys") and not isinstance(inputs, dict):
+            inputs = {self._columns_of(first)[0][0]: inputs}
+        return inputs, labels
+
     def labels_known(self) -> np.ndarray | None:
         """Return the class of each sample (n,) if the data set lists them, as torchvision's do, else None."""
         labels = _targets(self._dataset)
@@ -229,6 +252,15 @@ class Items:
         if not hasattr(item, "keys"):
             kind = f"a {type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
             raise DataError(f"a sample is {kind}", where=self._where, fix=FIX)
+        features, labels = self._columns_of(item)
+        one_input, one_label = len(features) == 1, len(labels) == 1
+        return (
+            item[features[0]] if one_input else {key: item[key] for key in features},
+            item[labels[0]] if one_label else {key: item[key] for key in labels},
+        )
+
+    def _columns_of(self, item: Any) -> tuple[list[str], list[str]]:
+        """Return the keys of features and of labels of an item by keys."""
         keys = list(item.keys())
         given = [self._labels] if isinstance(self._labels, str) else list(self._labels or ())
         labels = given or [key for key in keys if key in ("label", "labels")][:1]
@@ -236,11 +268,7 @@ class Items:
         if not labels or (missing := [key for key in (*labels, *features) if key not in keys]):
             what = f"a sample has {', '.join(map(str, keys))}" + (f", not {', '.join(missing)}" if labels else "")
             raise DataError(what, where=self._where, fix="name its columns in data.labels and data.features")
-        one_input, one_label = len(features) == 1, len(labels) == 1
-        return (
-            item[features[0]] if one_input else {key: item[key] for key in features},
-            item[labels[0]] if one_label else {key: item[key] for key in labels},
-        )
+        return features, labels
 
     def _try(self, few: Sequence[int]) -> None:
         """Read some samples twice: find whether they are random, and refuse other randomness than of generators."""

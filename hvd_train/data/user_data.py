@@ -41,7 +41,8 @@ def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_
     if isinstance(made, dict) and "train" in made and all(map(gives_items, made.values())):
         made = _splits(made, where)
     if gives_items(made):
-        return Whole(ItemSource(made, config, task, where, known(config, request), request.labels), config.val_fraction)
+        whole = _source(made, config, task, where, known(config, request), request.labels)
+        return Whole(cast(Divisible, whole), config.val_fraction)
     listed = isinstance(made, tuple | list) and len(made) in (2, 3)
     if listed and len(made) == 2 and all(map(_are_arrays, made)) and not _alike(*made):  # one part: inputs and labels
         arrays = _source(tuple(made), config, task, where, known(config, request), request.labels)
@@ -99,6 +100,8 @@ def _source(
     part: Any, config: DataConfig, task: TaskConfig, where: str, classes: Known, labelled: bool = True
 ) -> Source:
     """Make a source from one part of the user's data: arrays, an object with ``fetch``, a data set, or a stream."""
+    if gives_items(part) and config.lengths:
+        return _read_whole(part, config, task, where, classes, labelled)
     if gives_items(part):
         return ItemSource(part, config, task, where, classes, labelled)
     if gives_batches(part):
@@ -130,6 +133,37 @@ def _source(
     inputs = _arrays(part[0], "inputs", where, len(first) if first.shape else None, lengths)
     columns = _columns(part[0]), _columns(part[1])
     return Arrays(inputs, labels, where, classes, task, images=config.images, columns=columns)
+
+
+def _read_whole(part: Any, config: DataConfig, task: TaskConfig, where: str, classes: Known, labelled: bool) -> Source:
+    """Read a data set of samples of different lengths into memory. Raises DataError."""
+    with user_errors("the data set failed", where, kind=DataError):
+        items = Items.of(part, where, features=config.features, labels=config.labels, images=False)
+        inputs, labels = ({}, {}) if not len(items) else items.listed()
+    if not len(items):
+        raise DataError("the data set is empty", where=where)
+    # Samples of one shape are no lists: numbers of a sample, or labels.
+    inputs, labels = _even_stacked(inputs), _even_stacked(labels)
+    if labelled:
+        _check_counted(items.num_classes, task, classes, where)
+    plain = config.model_copy(update={"features": None, "labels": None})
+    source = _source((inputs, labels), plain, task, where, classes.with_count(items.num_classes), labelled)
+    named = classes.named(source.sample.labels, items.class_names, where)
+    source.sample = replace(source.sample, labels=named)
+    source.class_names = classes.listed or items.class_names  # type: ignore[attr-defined]
+    return source
+
+
+def _even_stacked(values: Any) -> Any:
+    """Stack lists of numbers, and lists of arrays of one shape if others of the sample differ in length."""
+    columns = values if isinstance(values, dict) else {"": values}
+    shapes = {key: {np.shape(x) for x in column} for key, column in columns.items()}
+    uneven = any(len(found) > 1 for found in shapes.values())
+    made = {
+        key: np.stack(column) if len(shapes[key]) == 1 and (uneven or shapes[key] == {()}) else column
+        for key, column in columns.items()
+    }
+    return made if isinstance(values, dict) else made[""]
 
 
 def _columns(value: Any) -> Any:
@@ -251,9 +285,6 @@ class ItemSource(UserSource):
         labelled: bool = True,
         items: Items | None = None,
     ) -> None:
-        if config.lengths:
-            what = "samples of different lengths come from arrays, or from an object with fetch and lengths"
-            raise DataError(what, where="data.lengths", fix="pad them to one length, and leave it out")
         self._arguments = (user_source, config, task, where, classes, labelled)
         with user_errors("the data set failed", where, kind=DataError):
             items = items or Items.of(

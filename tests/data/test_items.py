@@ -427,6 +427,59 @@ def test_classes_of_a_data_set_that_are_no_names_of_its_numbers():
         opened(utils.ConcatDataset([Folder("cat", "dog"), Folder("dog", "fish")]))
 
 
+class Texts(utils.Dataset):
+    """Token ids of 1 to 6 tokens, and a class for each text, or for each token."""
+
+    def __init__(self, labels=lambda k: k % 3, count=40):
+        self.labels, self.count = labels, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, k):
+        ids = torch.arange(k, k + 1 + k % 6)
+        return {"ids": ids, "types": ids * 0, "size": 1.0, "label": self.labels(k)}
+
+
+def test_samples_of_different_lengths():
+    keys = {"lengths": {"max_length": 8}, "num_classes": 3}
+    data = opened(Texts(), **keys)
+    assert set(data.sample.inputs) == {"ids", "types", "size", "mask"} and len(data.val) == 9  # by class
+    inputs, labels = data.train.fetch(np.arange(len(data.train)))
+    rows = data.train.rows
+    assert labels["label"].tolist() == (rows % 3).tolist()
+    assert inputs["mask"].sum(1).tolist() == (1 + rows % 6).tolist() and inputs["size"].tolist() == [1.0] * len(rows)
+    assert all(one[:2].tolist() == [k, k + 1] for one, k in zip(inputs["ids"], rows, strict=True) if k % 6)
+    data = opened(Texts(), features=["ids"], **keys)
+    assert set(data.sample.inputs) == {"ids", "mask"}  # by its name: a model of transformers has such arguments
+    data = opened(Texts(lambda k: torch.arange(1 + k % 6) % 3), features=["ids"], **keys)
+    assert data.train.fetch(np.array([3]))[1]["label"][0].tolist()[:1] == [0]
+    assert (data.train.fetch(np.array([3]))[1]["label"] == -100).any()
+    listed = [(torch.arange(1 + k % 3), k % 3) for k in range(30)]
+    assert set(opened((List(listed), List(listed)), **keys).sample.inputs) == {"input", "mask"}
+    padded = utils.DataLoader(List(listed), collate_fn=padding)
+    drawn = Texts(lambda k: int(torch.randint(3, ())))
+    for part, told in ((drawn, "samples are random, and"), (padded, "has a collate_fn or a sampler of its own, and")):
+        with pytest.raises(DataError, match=f"{told} with data.lengths they are read once"):
+            opened(part, **keys)
+
+
+def padding(items):
+    ids = torch.nn.utils.rnn.pad_sequence([x for x, _ in items], batch_first=True)
+    return torch.nn.functional.pad(ids, (0, 8 - ids.shape[1])), torch.tensor([y for _, y in items])
+
+
+class List(utils.Dataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, k):
+        return self.samples[k]
+
+
 class Clock(Digits):
     def __getitem__(self, k):
         return torch.tensor([time.perf_counter()]), 0

@@ -24,7 +24,7 @@ from hvd_train.data.number_labels import check_order
 from hvd_train.data.synthetic import Synthetic
 from hvd_train.data.table_data import open_table
 from hvd_train.data.text import Text
-from hvd_train.errors import DataError
+from hvd_train.errors import DataError, listing
 from hvd_train.protocol import Source
 
 
@@ -69,9 +69,11 @@ def _named_arrays(
     path = existing_path(config)
     part, classes = partial(Arrays, task=task, images=config.images), known(config, request)
     names: dict[str, str] = {}  # {train_x: its name in the file}
+    left: list[str] = []
 
     def choose(listed: list[str]) -> list[str]:
         names.update(_array_names(listed, path))
+        left.extend(one for one in listed if one not in names.values())
         wanted = [name for name in names if request.reads_test or not name.startswith("test")]
         return [names[name] for name in wanted if request.labels or name.endswith("x")]
 
@@ -83,6 +85,8 @@ def _named_arrays(
     if len(tests) != 1 and core in [[*ARRAY_NAMES[:4]], [*ARRAY_NAMES[:2]], [*ARRAY_NAMES[4:6]]]:
         where = f"{path}: train" if len(core) == 4 else str(path)
         train = part(arrays[core[0]], arrays[core[1]], where, classes)
+        if left:
+            train.remarks += (f"{path}: not read: {listing(left)}",)
         others = {
             name: part(arrays[f"{name}_x"], arrays[f"{name}_y"], f"{path}: {name}", classes.after(train))
             for name in ("val", "test")

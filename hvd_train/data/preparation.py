@@ -162,12 +162,13 @@ class Preparation:
         ids = np.array(known, np.int64)
         strange = (ids == 0) & ~gaps
         if strange.any():
-            unseen = f"{listing(sorted({*x[strange].tolist()}))} not among the training samples"
+            unseen = "not among the training samples"
             if self._policy(name) == "refuse":
                 row = int(np.argmax(strange))
                 fix = f"it has {listing(facts['values'])}; with another data.missing it counts as none of them"
                 raise DataError(f"'{x[row]}' is {unseen}", where=self._table.at(name, row), fix=fix)
-            remarks.append(f"column '{name}' of {self._table.path}: {unseen}: counted as none of their words")
+            words = listing(sorted({*x[strange].tolist()}))
+            remarks.append(f"column '{name}' of {self._table.path}: {words} {unseen}: counted as none of their words")
         return ids, gaps
 
     def _gap(self, name: str, gaps: np.ndarray) -> DataError:

@@ -136,6 +136,9 @@ def _check_columns(file: Path, features: Sequence[str], labels: Sequence[str], r
     for key, names in (("features", features), ("labels", labels)):
         for name in names:
             if name not in there:
+                if len(have) == 1 and (other := next((one for one in ";|\t" if one in have[0]), "")):
+                    what = f"its cells are separated by {other!r}, and it is read as one column"
+                    raise DataError(what, where=str(file), fix="separate them by commas, or by tabs in a .tsv file")
                 raise DataError(f"no column: {did_you_mean(name, have)}", where=f"{file}, data.{key}")
 
 

@@ -11,7 +11,9 @@ import h5py
 import numpy as np
 import pytest
 
+from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data.arrays import Arrays
+from hvd_train.data.catalog import open_data
 from hvd_train.errors import DataError
 from tests.data.files import (
     NAMES,
@@ -295,3 +297,11 @@ def test_hdf5_that_claims_more_than_it_holds(tmp_path, monkeypatch):
     assert "reading a sample, of chunks (900, 1000, 1000), takes 7.2 GB of memory, and 1.0 GB are free" in fault(
         "hdf5", path
     )
+
+
+def test_arrays_that_are_not_read_are_told(tmp_path):
+    """Weights of samples had no effect, without a word."""
+    x, y = np.zeros((20, 3), np.float32), np.arange(20) % 2
+    np.savez(tmp_path / "data.npz", x=x, y=y, sample_weight=np.ones(20))
+    config = DataConfig(name="npz", path=str(tmp_path / "data.npz"))
+    assert any(line.endswith("data.npz: not read: sample_weight") for line in open_data(config, TaskConfig()).remarks)

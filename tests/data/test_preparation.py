@@ -240,7 +240,7 @@ def test_unseen_words(tmp_path):
         opened(path, labels="y", categories="auto", missing="mode", encoding="ids").val, "color"
     ).tolist() == [0, 2]
     kept = {"size": "median"}
-    with pytest.raises(DataError, match="'green' is green not among the training samples; .*row 1; it has blue, red"):
+    with pytest.raises(DataError, match="'green' is not among the training samples; .*row 1; it has blue, red"):
         opened(path, labels="y", categories="auto", missing=kept)
 
 

@@ -521,3 +521,11 @@ def test_days_of_far_dates(tmp_path):
     with pytest.raises(DataError, match="it holds no dates: .*2023-02-29") as told:
         tables.Table.read(tmp_path / "t.csv", ["day"]).days("day")
     assert "zone" not in str(told.value)
+
+
+@pytest.mark.parametrize("cut", [";", "|", "\t"])
+def test_cells_that_are_separated_otherwise(tmp_path, cut):
+    (tmp_path / "t.csv").write_text(f"a{cut}b{cut}y\n1{cut}2{cut}0\n3{cut}4{cut}1\n")
+    config = DataConfig(name="table", path=str(tmp_path / "t.csv"), labels="y")
+    with pytest.raises(DataError, match="cells are separated by .*, and it is read as one column; .*by commas"):
+        open_data(config, TaskConfig(), request=DataRequest())

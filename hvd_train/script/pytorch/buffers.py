@@ -23,7 +23,9 @@ _registrations = 0  # the number of registrations of buffers and layers in all m
 
 def _count_registration(*_: Any) -> None:
     global _registrations
-    _registrations += 1
+    # A compiled forward pass that makes layers, as a slice of a Sequential does, would be compiled anew in each step.
+    if not torch.compiler.is_compiling():
+        _registrations += 1
 
 
 module.register_module_buffer_registration_hook(_count_registration)

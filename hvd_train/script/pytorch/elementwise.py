@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ import torch
 from hvd_train.errors import ConfigError
 from hvd_train.script.shared.elementwise import SCALES, SHAPES, STEPS
 
-TOLERANCE = 1e-11  # relative, in float64
+TOLERANCE = 1e-11  # in float64, relative and of weights and slots near 0
 FIX = "leave sharded=True out, or take an elementwise optimizer, such as SGD, Adam, AdamW, RMSprop or Adagrad"
+ALL = range(len(SHAPES))
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 trying: list[torch.optim.Optimizer] = []  # copies under test, whose steps do not count
@@ -33,6 +34,7 @@ def numbers_of(optimizer: torch.optim.Optimizer, where: str) -> frozenset[str]:
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             whole, *parts = [_trained(optimizer, part_of, device) for part_of in cuts]
+            rests = [_trained(optimizer, cuts[0], device, kept) for kept in (ALL[1:], ALL[:-1])]
     except Exception as error:
         what = f"{kind} cannot be divided: a step on parts of tensors fails ({' '.join(str(error).split())})"
         raise ConfigError(what, where=where, fix=FIX) from error
@@ -43,7 +45,21 @@ def numbers_of(optimizer: torch.optim.Optimizer, where: str) -> frozenset[str]:
             if any(part.keys() != state.keys() for part in of_parts) or not _same(x, [p[name] for p in of_parts]):
                 what = f"{kind} cannot be divided: a step on parts of tensors differs from the whole ('{name}')"
                 raise ConfigError(f"{what}, so its formula is not elementwise", where=where, fix=FIX)
+    # A rank has no part of some tensors, so that others have another place in their group.
+    for kept, rest in zip((ALL[1:], ALL[:-1]), rests, strict=True):
+        same_ones = [state for k, state in enumerate(whole) if k % len(ALL) in kept]
+        for state, other in zip(same_ones, rest, strict=True):
+            if state.keys() != other.keys() or not all(_same(x, [other[name]]) for name, x in state.items()):
+                what = f"{kind} cannot be divided: a step on a tensor depends on its place in the group"
+                raise ConfigError(what, where=where, fix=FIX)
     return numbers
+
+
+def lists_by_parameter(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[str]:
+    """Return the keys of a group's lists that hold a value for each of its parameters, as ``param_names`` does."""
+    count = len(group["params"])
+    lists = [key for key, value in group.items() if isinstance(value, list) and key != "params" and len(value) == count]
+    return [key for key in lists if key not in optimizer.defaults]
 
 
 def _check_attributes(optimizer: torch.optim.Optimizer, kind: str, where: str) -> None:
@@ -68,21 +84,32 @@ def _is_plain(value: Any) -> bool:
 
 
 def _trained(
-    optimizer: torch.optim.Optimizer, part_of: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+    optimizer: torch.optim.Optimizer,
+    part_of: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device,
+    kept: Sequence[int] = ALL,
 ) -> list[dict[str, Any]]:
-    """Take a few steps with a copy of the optimizer on parts of tensors; return {name: value} for each tensor."""
-    clone, groups, weights = object.__new__(type(optimizer)), [], []
+    """Take a few steps with a copy of the optimizer on parts of tensors; return {name: value} for each tensor.
+
+    ``kept``: the numbers of the tensors that each group has.
+    """
+    clone, groups, numbered = object.__new__(type(optimizer)), [], list[Any]()
+    weights: list[tuple[int, torch.Tensor]] = []  # with their numbers over all groups
     state: defaultdict[Any, dict] = defaultdict(dict)
     for group in optimizer.param_groups:
         known = next((p for p in group["params"] if p.dim() and p in optimizer.state), None)
-        options = {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
+        options = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        for name in lists_by_parameter(optimizer, group):
+            options[name] = [options[name][k % len(group["params"])] for k in kept]
         if "lr" in options:  # a warm-up may begin with 0, which would hide all differences
             options["lr"] = torch.full_like(options["lr"], 0.01) if isinstance(options["lr"], torch.Tensor) else 0.01
-        tensors = [torch.nn.Parameter(part_of(_numbers(shape, k, device)).clone()) for k, shape in enumerate(SHAPES)]
+        shapes = [(k, SHAPES[k]) for k in kept]
+        tensors = [torch.nn.Parameter(part_of(_numbers(shape, k, device)).clone()) for k, shape in shapes]
         if known is not None:
             state.update({x: _like(optimizer.state[known], known, x) for x in tensors})
         groups.append(options | {"params": tensors})
-        weights += tensors
+        weights += [(len(numbered) * len(SHAPES) + k, x) for (k, _), x in zip(shapes, tensors, strict=True)]
+        numbered.append(group)
     for name, value in vars(optimizer).items():
         hooks = isinstance(value, OrderedDict) and name.startswith("_optimizer_")
         if name not in ("state", "param_groups", "step"):
@@ -91,13 +118,13 @@ def _trained(
     trying.append(clone)
     try:
         for step in range(STEPS):
-            for k, x in enumerate(weights):
+            for k, x in weights:
                 gradient = _numbers(SHAPES[k % len(SHAPES)], 7 * step + k + 3, device) * SCALES[step % len(SCALES)]
                 x.grad = part_of(gradient).clone()
             type(clone).step(clone)
     finally:
         trying.remove(clone)
-    return [{"weight": x.detach(), **clone.state.get(x, {})} for x in weights]
+    return [{"weight": x.detach(), **clone.state.get(x, {})} for _, x in weights]
 
 
 def _numbers(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
@@ -124,5 +151,5 @@ def _same(whole: Any, parts: list[Any]) -> bool:
         return all(torch.equal(part, whole) for part in parts)
     joined = torch.cat([part.reshape(-1) for part in parts])
     return joined.shape == (whole.numel(),) and torch.allclose(
-        joined, whole.reshape(-1), rtol=TOLERANCE, atol=0.0, equal_nan=True
+        joined, whole.reshape(-1), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True
     )

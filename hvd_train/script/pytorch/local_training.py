@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,10 @@ class LocalModel(LocalTraining):
         model.register_load_state_dict_post_hook(_ModelHook(self, self._loaded))
 
     # ---- a step
+
+    def trains(self, parameters: Collection[int]) -> bool:
+        """Return whether any of these (by ``id``) are trained."""
+        return not self._known.isdisjoint(parameters)
 
     @eager
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -22,6 +22,7 @@ from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.protocol import Communicator, TensorSpec
 from hvd_train.script.pytorch import state_bytes
+from hvd_train.script.pytorch.elementwise import lists_by_parameter
 from hvd_train.script.pytorch.frames import is_running
 from hvd_train.update.buckets import plan
 from hvd_train.update.sharded import part_sizes, pieces
@@ -157,7 +158,9 @@ class ShardedStep:
         self._buckets: list[Bucket] = []
         self._depth = 0  # of nested steps (super().step())
         self._frame: Any = None  # of the outermost step
-        self._groups: list[list[torch.nn.Parameter]] = []  # the user's, while groups hold pieces
+        # The user's lists of each group, while groups hold pieces, and the places of these pieces in them.
+        self._groups: list[dict[str, list[Any]]] = []
+        self._places: list[list[int]] = []
         self._moved: set[int] = set()  # ids of parameters that the step updates
         self._state: Any = None  # this rank's, while ``state_dict`` reads whole slots
         self._everywhere = True  # whether ``state_dict`` has whole slots on all ranks, or only on rank 0
@@ -235,22 +238,31 @@ class ShardedStep:
 
     @torch.no_grad()
     def _put_pieces(self, optimizer: torch.optim.Optimizer) -> None:
-        held = [list(group["params"]) for group in optimizer.param_groups]
+        held = [
+            {"params": list(group["params"]), **{key: group[key] for key in lists_by_parameter(optimizer, group)}}
+            for group in optimizer.param_groups
+        ]
         for piece in self._pieces.values():  # also for empty pieces, so that all ranks raise
             piece.check()
-        mine = [[self._pieces[id(p)] for p in params if p.grad is not None] for params in held]
-        self._moved.update(id(piece.parameter) for group in mine for piece in group)
-        made = [[piece.refresh() for piece in group if piece.last > piece.first] for group in mine]
-        self._groups = held
-        for group, tensors in zip(optimizer.param_groups, made, strict=True):
-            group["params"] = tensors
+        self._groups, self._places = held, []
+        for group, whole in zip(optimizer.param_groups, held, strict=True):
+            mine = [(k, self._pieces[id(p)]) for k, p in enumerate(whole["params"]) if p.grad is not None]
+            self._moved.update(id(piece.parameter) for _, piece in mine)
+            there = [(k, piece.refresh()) for k, piece in mine if piece.last > piece.first]
+            for key, values in whole.items():
+                group[key] = [tensor if key == "params" else values[k] for k, tensor in there]
+            self._places.append([k for k, _ in there])
 
     def _take_back(self, optimizer: torch.optim.Optimizer) -> None:
-        for group, held in zip(optimizer.param_groups, self._groups, strict=False):
+        for group, held, places in zip(optimizer.param_groups, self._groups, self._places, strict=False):
             # A reference to a gradient's memory would make the next exchange allocate new memory.
             for tensor in group["params"]:
                 tensor.grad = None
-            group["params"] = held
+            for key, values in held.items():
+                if key != "params":  # the step may have changed them
+                    for k, value in zip(places, group[key], strict=False):
+                        values[k] = value
+            group.update(held)
         self._groups = []
 
     @property

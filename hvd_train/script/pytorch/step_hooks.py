@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from hvd_train.script.pytorch.reducer import Reducer
 from hvd_train.script.pytorch.sums import add_up
 from hvd_train.script.shared.dataloader import shares
 from hvd_train.script.shared.record import recording
+
+# The steps of local training before a running step of an optimizer.
+_taken: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def _reducers_of(optimizer: torch.optim.Optimizer) -> dict[Reducer, list[torch.nn.Parameter]]:
@@ -33,11 +37,28 @@ def _reducers_of(optimizer: torch.optim.Optimizer) -> dict[Reducer, list[torch.n
     if late and registry.communicator().size > 1:
         if reducers or optimizer in registry.optimizers or _is_of_models(late):
             what = f"a parameter of shape {tuple(late[0].shape)} was added to the model after ht.distribute"
-            fix = "call ht.distribute when the model has all parameters; one of this rank alone needs its own optimizer"
+            fix = "new layers and load_state_dict(assign=True) belong before it; one of this rank alone needs its own "
+            fix += "optimizer"
             raise ConfigError(what, where=f"{type(optimizer).__name__}.step()", fix=fix, common=True)
         if registry.distributed or registry.loaders:
             warn_of_local_optimizer(type(optimizer).__name__)
     return reducers
+
+
+def _refuse_beside_local_training(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError if a step has moved a model in local training, and was no step of its optimizer.
+
+    Nobody would join the ranks' weights. The step of a wrapper is one of the optimizer within it, too.
+    """
+    every, before = {*registry.local_training.values()}, _taken.pop(optimizer, 0)
+    if optimizer in registry.local_training or registry.communicator().size == 1:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    if any(local.trains(held) for local in every) and sum(local.taken for local in every) == before:
+        kind = type(optimizer).__name__
+        what = f"this {kind} is not the optimizer of the model's local training, so ranks would drift apart"
+        fix = "step by the optimizer that ht.distribute was given"
+        raise ConfigError(what, where=f"{kind}.step()", fix=fix, common=True)
 
 
 @functools.cache
@@ -68,6 +89,8 @@ def before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: di
         sharded.place_hooks(optimizer)
     if (record := recording()) and optimizer in registry.optimizers:
         verify_mode.before_step(optimizer, record)
+    if registry.local_training:
+        _taken[optimizer] = sum(local.taken for local in {*registry.local_training.values()})
     reducers = _reducers_of(optimizer)
     if not reducers:
         return None
@@ -116,6 +139,8 @@ def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     sharded = registry.sharded.get(optimizer)
     if optimizer in elementwise.trying or (sharded and sharded.stepping):
         return
+    if registry.local_training:
+        _refuse_beside_local_training(optimizer)
     if any(id(p) in registry.parameters for group in optimizer.param_groups for p in group["params"]):
         shares.stepped()
     for reducer, parameters in _reducers_of(optimizer).items():

@@ -423,6 +423,17 @@ def test_buckets_and_ragged_batches_are_divided():
                     assert not is_ragged(x) or len(row) == LENGTHS[int(k)]
 
 
+def test_shuffled_windows_of_a_series_are_divided():
+    """A shuffle's seeds are constants of another kind, on which the look for padding ended."""
+    series = np.arange(40.0)
+    whole = keras.utils.timeseries_dataset_from_array(
+        series[:-3], series[3:], sequence_length=3, batch_size=4, shuffle=True, seed=1
+    )
+    part = next(iter(world(2)))
+    labels = [float(y) for batch in training(part, whole) for y in batch[1]]
+    assert len({*labels}) == len(labels) in (17, 18)
+
+
 def test_what_is_scored_of_texts_is_what_one_process_scores():
     whole, alone = (texts_of_lengths().padded_batch(n) for n in (4, 8))
     every = [divide_scoring(whole, None, None, Draws(r), batch=None, steps=None, uncut=True) for r in world(2)]

@@ -81,6 +81,31 @@ def quadratic(folder: Path) -> dict[str, Any]:
     return facts
 
 
+class Around(torch.optim.SGD):
+    """A wrapper, whose step is one of the optimizer within it."""
+
+    inner: torch.optim.Optimizer
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def others() -> list[str]:
+    """What is said of steps of another optimizer of the model, and of a wrapper: the first let the ranks go apart."""
+    told = []
+    for kind in (torch.optim.Adam, Around):
+        model = Quadratic()
+        ht.distribute(model, optimizer := torch.optim.SGD(model.parameters(), lr=LR), **OUTER)
+        other = kind(model.parameters(), lr=LR)
+        other.inner = optimizer
+        try:
+            steps(model, other, 1)
+            told.append("")
+        except TrainError as error:
+            told.append(str(error))
+    return told
+
+
 class Added(Quadratic):
     """A quadratic of the sum of two tensors."""
 
@@ -342,6 +367,7 @@ def main(folder: Path) -> None:
         statistics,
         half_loaded,
         lambda: {"refused": refused()},
+        lambda: {"others": others()},
     ):
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         facts |= case()

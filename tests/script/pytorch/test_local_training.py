@@ -96,6 +96,14 @@ def test_a_file_without_outer_momentum_is_told_once(worlds, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_another_optimizer_of_the_model_is_refused(worlds, size):
+    for facts in worlds(size):
+        first, wrapper = facts["others"]
+        assert not wrapper
+        assert ("this Adam is not the optimizer of the model's local training" in first) == (size > 1)
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_running_statistics_are_the_mean_at_the_last_join(worlds, size):
     for facts in worlds(size):
         np.testing.assert_allclose(facts["mean"], facts["expected mean"], rtol=1e-6)

@@ -198,7 +198,11 @@ def _padded_batches(data: Any) -> list[list[Any]]:
     graph = _graph_of(data)
     padding = []
     for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
-        constants = {x.name: tf.make_ndarray(x.attr["value"].tensor) for x in nodes if x.op == "Const"}
+        constants = {
+            x.name: tf.make_ndarray(x.attr["value"].tensor)
+            for x in nodes
+            if x.op == "Const" and x.attr["dtype"].type != tf.resource.as_datatype_enum  # of a shuffle's seeds
+        }
         for node in nodes:
             if node.op.startswith("PaddedBatchDataset"):
                 # Inputs of PaddedBatchDatasetV2: data set, batch size, the leaves' shapes, the leaves' padding values.

@@ -40,6 +40,22 @@ class Lion(torch.optim.Optimizer):
                 state["average"].lerp_(p.grad, 0.01)
 
 
+class Scaled(torch.optim.SGD):
+    """With a rate of each parameter's own, in a list beside the parameters."""
+
+    def __init__(self, groups):
+        super().__init__(groups, lr=0.1)
+        for group in self.param_groups:
+            group["scales"] = [1.0 + k for k in range(len(group["params"]))]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p, scale in zip(group["params"], group["scales"], strict=True):
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * scale)
+
+
 class Tied(nn.Module):
     """A number as a parameter, tied weights, a bias that is frozen."""
 
@@ -70,6 +86,7 @@ OPTIMIZERS: dict[str, Callable] = {
     "rprop": lambda groups: OPTIM.Rprop(groups, lr=0.001),
     "asgd": lambda groups: OPTIM.ASGD(groups, lr=0.1, t0=3, lambd=0.01),
     "of the user": Lion,
+    "by lists": Scaled,
 }
 
 
@@ -256,6 +273,37 @@ class Trusted(torch.optim.SGD):
         return super().step(closure)
 
 
+class OfSize(Trusted):
+    """Only of large tensors."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        large = [p for group in self.param_groups for p in group["params"] if min(p.shape) >= 100]
+        for p in large:
+            p.grad.mul_(p.norm() / p.grad.norm())
+        return torch.optim.SGD.step(self, closure)
+
+
+class Late(Trusted):
+    """Only after some steps."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        return super().step(closure) if self.steps > 30 else torch.optim.SGD.step(self, closure)
+
+
+class ByPlace(torch.optim.SGD):
+    """The last layers learn fastest."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for k, p in enumerate(reversed(group["params"])):
+                p.sub_(p.grad, alpha=group["lr"] * 0.5**k)
+
+
 class Lookahead(torch.optim.SGD):
     def __init__(self, params, **options):
         super().__init__(params, **options)
@@ -293,6 +341,9 @@ def refused() -> dict[str, str | None]:
         "muon": lambda model: [torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])],
         "adafactor": lambda model: [torch.optim.Adafactor(model.parameters())],
         "trusted": lambda model: [Trusted(model.parameters(), lr=0.0)],
+        "of size": lambda model: [OfSize(model.parameters(), lr=0.1)],
+        "late": lambda model: [Late(model.parameters(), lr=0.1)],
+        "by place": lambda model: [ByPlace(model.parameters(), lr=0.1)],
         "lookahead": lambda model: [Lookahead(model.parameters(), lr=0.1)],
         "schedule free": lambda model: [ScheduleFree(model.parameters(), lr=0.1)],
         "none": lambda model: [],

@@ -187,11 +187,12 @@ def _color_jitter(images: np.ndarray, draws: RandomNumbers, config: TransformCon
     strengths = np.array([config.brightness, config.contrast, config.saturation])
     factors = 1 + (2 * draws.uniform(3) - 1) * strengths
     for image, (bright, contrast, colour) in zip(images, factors, strict=True):
-        x = image * bright
+        top = 1.0 if image.dtype.kind == "f" else 255.0  # each step ends in the range of images, as torchvision's
+        x = np.clip(image * bright, 0, top)
         grey = x @ GREY[:, None] if x.shape[-1] == 3 else x.mean(-1, keepdims=True)
-        x = grey.mean() + contrast * (x - grey.mean())
+        x = np.clip(grey.mean() + contrast * (x - grey.mean()), 0, top)
         grey = x @ GREY[:, None] if x.shape[-1] == 3 else x
-        image[...] = as_stored(grey + colour * (x - grey), image.dtype)
+        image[...] = as_stored(np.clip(grey + colour * (x - grey), 0, top), image.dtype)
     return images
 
 

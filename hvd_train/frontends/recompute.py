@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 from hvd_train.errors import ConfigError, listing
 
 WHERE = "model.recompute"
+OTHER_VALUES = "gives other values when backward computes it again: it draws numbers, or keeps a state, of its own"
+WITHOUT = "choose others by patterns of their names"
 
 
 def chosen(layers: Collection[str], patterns: Sequence[str] | bool, blocks: Sequence[str]) -> list[str]:

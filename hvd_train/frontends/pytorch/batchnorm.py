@@ -26,7 +26,6 @@ class Context:
         self.ops, self.empty = ops, False
         # Whether torch.compile may take in the layers: no statistics are joined, and each batch has several samples.
         self.traceable = False
-        self.again = False  # whether backward runs a forward pass again, which must not move running statistics
         self.weight: Callable[[], float] = lambda: 1.0  # the weight of this rank's gradients
         # Called before each forward pass that joins statistics.
         self.before: Callable[[], None] = lambda: None
@@ -81,9 +80,6 @@ class _Joined(_BatchNorm):
                 return _BatchNorm.forward(self, x)
             alone, values = self._context.communicator.size == 1, x.numel() // x.shape[1]
             if alone and values > 1 and not self._context.empty:
-                if self._context.again and self.track_running_stats:
-                    moved = self.running_mean.clone(), self.running_var.clone()
-                    return torch.nn.functional.batch_norm(x, *moved, self.weight, self.bias, True, 0.0, self.eps)
                 return _BatchNorm.forward(self, x)  # torch's kernel, which rejects a single value
         self._check_input_dim(x)
         return _Normalize.apply(x, self.weight, self.bias, self)
@@ -98,7 +94,7 @@ class _Joined(_BatchNorm):
         return other
 
     def _move_running_statistics(self, total, mean, variance) -> None:
-        if self.running_mean is None or not self.track_running_stats or self._context.again:
+        if self.running_mean is None or not self.track_running_stats:
             return
         if self._context.gathers(self):
             self._context.add(self, total, mean, variance)

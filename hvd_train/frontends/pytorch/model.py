@@ -271,7 +271,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         self._fixed_layers = batchnorm.of_weights(self.model, self._fixed_statistics())
         self._layers = [layer for layer in self.model.modules() if layer not in self._fixed_layers]
         if self.config.model.recompute:
-            recompute.take(self.model, self.config.model.recompute, self._batchnorm)
+            recompute.take(self.model, self.config.model.recompute)
         if self.config.model.compile and self._compiled is None:
             self._compiled = Compiled(self.model, self.config.model.compile)
             self._batchnorm.traceable = self._batchnorm.communicator.size == 1

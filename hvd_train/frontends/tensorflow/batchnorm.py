@@ -25,8 +25,6 @@ class Context:
         self.ops = ops
         self.fixed: set[int] = set()  # layers whose statistics have ever been fixed
         self.weights: Tensor = None  # (length,): 1 for a sample, 0 for padding
-        # Whether a training step is traced, and whether its backward, which must not move running statistics.
-        self.trains = self.again = False
         self._of_steps, self._everyone = self.communicator, communicator
         self.gathers = False
         self.rows: dict[str, tf.Variable] = {}  # {layer: row of all samples gathered so far}
@@ -69,8 +67,6 @@ class _Joined(keras.layers.BatchNormalization):
             row = self._context.rows[self._wire]
             new = counting(tf.concat([total, mean, variance * total], 0), self._context.ops)
             row.assign(joined([row.value(), new], self._context.ops))
-            return tf.cast(y, self.compute_dtype)
-        if self._context.again:
             return tf.cast(y, self.compute_dtype)
         old = tf.convert_to_tensor(self.moving_mean), tf.convert_to_tensor(self.moving_variance)
         new = running(old, total, mean, variance, 1.0 - self.momentum, self._context.ops)

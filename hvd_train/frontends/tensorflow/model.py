@@ -107,6 +107,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             for path, weight in self._first_weights(self._trainable, config.seed):
                 self._trainable[path].assign(weight)
         self._compiled: dict[Any, Callable] = {}
+        self._passes = recompute.Passes()
         self._memory: GraphMemory | None = None
         self._waits, self._in_steps = seconds_waited(), 0.0  # in steps; its last known value
         self._call: Callable = lambda graph, *arguments: graph(*arguments)
@@ -217,10 +218,12 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
     def _recompute(self) -> None:
         """Run layers again in backward. With ``true`` a model of the zoo becomes a chain of its blocks."""
         patterns = self.config.model.recompute
+        if len(self._chain) > 1:  # by an earlier call
+            return
         zoo = patterns is True and ":" not in self.config.model.name and hasattr(self._module, "blocks")
         blocks = self._module.blocks(self.model) if zoo else []
         self._chain = blocks or [self.model]
-        recompute.take(self.model, patterns, blocks[1:-1], self._batchnorm)
+        recompute.take(self.model, patterns, blocks[1:-1], self._passes)
 
     def retrace(self) -> None:
         self.run_queued()
@@ -349,9 +352,9 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             variables = [v.value for v in self._unfrozen.values()]
             tape.watch(variables)
-            self._batchnorm.trains = True
+            self._passes.trains = True
             loss, sums = self.task(self._of_batch(inputs, labels, training=True), labels, weights, scale)
-            self._batchnorm.trains = False
+            self._passes.trains = False
             check_none_is_late(self.model, self._trainable, self.config.model.name)
             # Weighted by samples: a loss may have no label in a step.
             share = scale[-1] * tf.cast(sums[self.task.samples], self.dtype)

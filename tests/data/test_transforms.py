@@ -390,3 +390,15 @@ def test_labels_that_may_be_places_in_an_image_are_told(loss, told):
 def test_what_a_source_says_is_kept_where_its_inputs_are_the_labels():
     data = opened(inputs=IMAGES[..., 0].astype(np.int64), target="inputs", task=TaskConfig(loss="mse"))
     assert "reach the model as whole numbers" in data.train.note
+
+
+@pytest.mark.parametrize(("dtype", "top"), [("float32", 1.0), ("uint8", 255)])
+def test_each_step_of_a_color_jitter_ends_in_the_range_of_images(dtype, top):
+    """As torchvision's: fractions went up to 1.64, and contrast was taken of what brightness had left the range by."""
+    images = np.array([[[[0.9] * 3, [0.2] * 3]]], dtype) if top == 1 else np.array([[[[230] * 3, [51] * 3]]], dtype)
+    draws = SimpleNamespace(uniform=lambda count: np.ones((1, count)))
+    config = SimpleNamespace(brightness=0.5, contrast=0.5, saturation=0.0)
+    found = augment._color_jitter(images.copy(), draws, config)
+    bright = np.clip(images * 1.5, 0, top)
+    expected = np.clip(bright.mean() + 1.5 * (bright - bright.mean()), 0, top)
+    np.testing.assert_allclose(found, expected, atol=1e-6 if top == 1 else 1)

@@ -30,7 +30,7 @@ from hvd_train.checkpoint.comparable import Measure
 from hvd_train.checkpoint.manifest import MANIFEST, NAME, Progress, encode, read
 from hvd_train.checkpoint.serialize import packed, unpack
 from hvd_train.config import Config
-from hvd_train.errors import CheckpointError
+from hvd_train.errors import CheckpointError, printable
 from hvd_train.files import sync, write
 
 SHARED_MODE = 0o770
@@ -302,7 +302,8 @@ def _config(meta: dict[str, Any], path: Path) -> Config:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join("".join(c for c in str(part) if c.isprintable())[:60] for part in first["loc"])
-        what = f"the checkpoint holds a configuration that this version cannot read ({key}: {first['msg'][:200]})"
+        said = printable(first["msg"][:200], one_line=True)
+        what = f"the checkpoint holds a configuration that this version cannot read ({key}: {said})"
         raise CheckpointError(what, where=str(path)) from error
 
 

@@ -50,6 +50,7 @@ COMMANDS = {
     "survival": "saves checks --framework pytorch --pairs 2",
     "insight": "--frameworks pytorch --models mlp --ranks 1,2 --repeats 2 --seconds 1 --plan-seconds 20 "
     "--target val_accuracy=0.1 --seeds 1 --epochs 1",
+    "gpu": "--small --models mlp --engines bare;script;fit",
     "link": "--frameworks pytorch --model cnn --rates 1gbit --engines fp16 --rounds 1 --seconds 0.1",
 }
 

@@ -13,7 +13,9 @@ WITHOUT = "choose others by patterns of their names"
 
 
 def chosen(layers: Collection[str], patterns: Sequence[str] | bool, blocks: Sequence[str]) -> list[str]:
-    """Return the names of ``layers`` that ``patterns`` match (True: ``blocks``); none is within another.
+    """Return the names of the layers that match a pattern, or ``blocks`` if ``patterns`` is True.
+
+    A layer within another chosen one is left out.
 
     Raises ConfigError if a pattern matches nothing, or if there are no blocks.
     """

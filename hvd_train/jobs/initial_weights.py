@@ -354,7 +354,7 @@ def _other_names(file: WeightFile, rename: Mapping[str, str]) -> list[str]:
 
 
 def _other_meanings(file: WeightFile, data: DataSet, all_loaded: bool) -> list[str]:
-    """Return lines about class names, columns, input scales or tokens that differ from the file's run.
+    """Return a line for each class list, column, scale of inputs or vocabulary that differs from the file's run.
 
     ``all_loaded``: whether the model keeps no weight as drawn: else other numbers of classes have other weights.
     """

@@ -165,13 +165,14 @@ class Work:
         return cross_entropy(outputs.float().flatten(0, -2), labels.flatten())
 
 
-def loop(work: Work, tick: Blocks, wrap: Callable[[Any], Any] = lambda net: net, compiled: bool = False) -> None:
-    """Train in a handwritten loop."""
+def loop(
+    work: Work, tick: Blocks, wrap: Callable[[Any, Any], tuple[Any, Any]] = lambda *pair: pair, compiled: bool = False
+) -> None:
+    """Train in a handwritten loop; ``wrap(model, optimizer)`` makes it parallel."""
     net = work.net()
-    optimizer = work.optimizer(net)
     if compiled:
         net.compile()
-    called = wrap(net)
+    called, optimizer = wrap(net, work.optimizer(net))
     for inputs, labels in work.batches():
         optimizer.zero_grad()
         with work.mixed():
@@ -189,7 +190,7 @@ def ddp(work: Work, tick: Blocks) -> None:
         kind = "nccl" if work.device.type == "cuda" else "gloo"
         dist.init_process_group(kind, init_method=f"file://{folder}/ranks", rank=0, world_size=1)
     try:
-        loop(work, tick, lambda net: DistributedDataParallel(net, gradient_as_bucket_view=True))
+        loop(work, tick, lambda net, optimizer: (DistributedDataParallel(net, gradient_as_bucket_view=True), optimizer))
     finally:
         dist.destroy_process_group()
 
@@ -244,15 +245,7 @@ def lightning(work: Work, tick: Blocks) -> None:
 def script(work: Work, tick: Blocks) -> None:
     import hvd_train.torch as ht
 
-    net = work.net()
-    net, optimizer = ht.distribute(net, work.optimizer(net))
-    for inputs, labels in work.batches():
-        optimizer.zero_grad()
-        with work.mixed():
-            outputs = net(inputs)
-        work.loss(outputs, labels).backward()
-        optimizer.step()
-        tick()
+    loop(work, tick, ht.distribute)
 
 
 def fit(work: Work, tick: Blocks, compiled: bool = False) -> None:

@@ -15,7 +15,7 @@ def _as_section(value: Any) -> Any:
 
 
 def _as_options(value: Any) -> Any:
-    """Expand ``true`` to a section of defaults, and ``false`` to none."""
+    """Turn ``true`` into a section with the defaults, and ``false`` into null."""
     return {} if value is True else None if value is False else value
 
 

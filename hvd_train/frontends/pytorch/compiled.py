@@ -42,7 +42,7 @@ class Compiled:
 
     @contextmanager
     def running(self, compiled: bool) -> Iterator[None]:
-        """Run the model's calls within compiled, or eagerly."""
+        """Return a context in which calls of the model run compiled, or eagerly."""
         if not compiled:
             with torch.compiler.set_stance("force_eager"):
                 yield

@@ -1,4 +1,4 @@
-"""Layers whose activations are not kept for backward, which runs them again (``model.recompute``).
+"""Activation checkpointing (``model.recompute``): backward computes the outputs of layers again.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
@@ -68,7 +68,7 @@ class _Again:
 
 @contextmanager
 def _with_buffers(before: Sequence[tuple[dict[str, Any], str, torch.Tensor]]) -> Iterator[None]:
-    """Run the second pass with copies of the buffers that the first one began with; what it changes is dropped."""
+    """Run the second pass on copies of the buffers as they were before the first one, then put the real ones back."""
     live = [(buffers, name, buffers[name]) for buffers, name, _ in before]
     for buffers, name, x in before:
         buffers[name] = x

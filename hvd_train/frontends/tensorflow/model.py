@@ -216,7 +216,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self._gather = graph(self._traced_statistics)
 
     def _recompute(self) -> None:
-        """Run layers again in backward. With ``true`` a model of the zoo becomes a chain of its blocks."""
+        """Let backward compute layers again. With ``true``, a built-in model is called block by block."""
         patterns = self.config.model.recompute
         if len(self._chain) > 1:  # by an earlier call
             return

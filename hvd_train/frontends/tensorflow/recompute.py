@@ -1,4 +1,4 @@
-"""Layers whose activations are not kept for backward, which runs them again (``model.recompute``), in TensorFlow.
+"""Activation checkpointing in TensorFlow (``model.recompute``): backward computes the outputs of layers again.
 
 Not by ``keras.remat``: in its second pass layers draw other random numbers, and move running statistics again.
 """
@@ -33,7 +33,9 @@ DRAWING = (
 
 @dataclass
 class Passes:
-    """Whether a training step is traced, and whether its backward. ``raw``: {id of a variable of Keras: TensorFlow's}.
+    """What is being traced: a training step (``trains``), or its backward pass (``again``).
+
+    ``raw``: {id of a variable of Keras: its variable of TensorFlow}.
 
     Within a layer of mixed precision a variable's value is a copy in 16 bits.
     """
@@ -142,7 +144,7 @@ def take(model: keras.Model, patterns: Sequence[str] | bool, blocks: Sequence[An
 
 
 def _named(layer: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name with the names of the layers around it, layer)."""
+    """Yield (dotted name, layer) of each layer: ``outer.inner``."""
     for one in layer._layers:
         yield (name := f"{prefix}{one.name}"), one
         yield from _named(one, f"{name}.")

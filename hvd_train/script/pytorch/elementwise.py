@@ -93,7 +93,7 @@ def _trained(
 
     ``kept``: the numbers of the tensors that each group has.
     """
-    clone, groups, numbered = object.__new__(type(optimizer)), [], list[Any]()
+    clone, groups = object.__new__(type(optimizer)), list[dict[str, Any]]()
     weights: list[tuple[int, torch.Tensor]] = []  # with their numbers over all groups
     state: defaultdict[Any, dict] = defaultdict(dict)
     for group in optimizer.param_groups:
@@ -108,8 +108,7 @@ def _trained(
         if known is not None:
             state.update({x: _like(optimizer.state[known], known, x) for x in tensors})
         groups.append(options | {"params": tensors})
-        weights += [(len(numbered) * len(SHAPES) + k, x) for (k, _), x in zip(shapes, tensors, strict=True)]
-        numbered.append(group)
+        weights += [((len(groups) - 1) * len(SHAPES) + k, x) for (k, _), x in zip(shapes, tensors, strict=True)]
     for name, value in vars(optimizer).items():
         hooks = isinstance(value, OrderedDict) and name.startswith("_optimizer_")
         if name not in ("state", "param_groups", "step"):

@@ -321,7 +321,7 @@ def _tell_at_exit() -> None:
 
 
 def _tell_of_stepless() -> None:
-    """Warn of a pass without a step or a sum after which there was none either."""
+    """Warn if the last pass had neither a step nor a sum over ranks, and none came after it."""
     global _stepless
     for work in without_steps if _stepless else ():
         work()

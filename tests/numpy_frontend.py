@@ -401,7 +401,7 @@ def refuse_what_it_has_not(config):
     refused = {
         f"optim.name: {config.optim.name}": config.optim.name != "sgd",
         f"precision: {config.precision}": config.precision not in ("32", "64"),
-        "optim.sharded": config.optim.sharded,
+        "optim.sharded": config.optim.sharded is True,
         "optim.groups": bool(config.optim.groups),
         f"task.loss: {', '.join(losses)}": losses != ["cross_entropy"],
         "task.class_weights": bool(config.task.class_weights),

@@ -20,8 +20,8 @@ class ModeSpec:
     ``interval``: the option with the steps between two synchronizations. ``result``: evaluations and checkpoints have
     the weights of the last synchronization, "all" at once or "parts" at a time; "": they include all steps.
     ``scripts``: the options for ``ht.distribute`` and ``hk.distribute``, where the class is derived from ``Outer``;
-    None: not for scripts. ``shares_memory``: ranks of a host can share the memory of the weights; the class gets a flag
-    whether they may.
+    None: not for scripts. ``shares_memory``: ranks of a host can share the memory of the weights; the class gets that
+    memory.
     """
 
     made_by: str

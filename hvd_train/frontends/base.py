@@ -100,8 +100,11 @@ class StateTree(NamedArrays):
         """Run queued steps. Most front-ends queue none."""
         return
 
-    def host_memory(self) -> HostMemory | None:
+    def host_memory(self, auto: bool = False) -> HostMemory | None:
         return None
+
+    def may_change_weights(self) -> str:
+        return ""
 
     def retrace(self) -> None:
         """Do nothing: most front-ends trace no step."""

@@ -54,10 +54,13 @@ class HostMemory:
         self._ended: set[int] = set()
 
     @classmethod
-    def of(cls, communicator: Communicator, view: View, usable: bool = True) -> HostMemory | None:
+    def of(
+        cls, communicator: Communicator, view: View, usable: bool = True, one_host: bool = False
+    ) -> HostMemory | None:
         """Connect the ranks of each host; None if one cannot share memory, or hosts have unequal numbers of ranks.
 
-        All ranks of ``communicator`` call this. ``usable``: this rank's tensors are in host memory.
+        All ranks of ``communicator`` call this. ``usable``: this rank's tensors are in host memory. ``one_host``: None,
+        too, if there are several hosts.
         """
         if communicator.size == 1:
             return None
@@ -69,6 +72,8 @@ class HostMemory:
             offer = [_memory_key(communicator.rank) if usable else "", address, os.getpid()]
             offers = allgather_json(communicator, offer, "host")
             hosts = _hosts([key for key, *_ in offers])
+            if one_host and len(hosts) > 1:
+                hosts = []
             mine = next((ranks for ranks in hosts if communicator.rank in ranks), [communicator.rank])
             place, peers = mine.index(communicator.rank), dict[int, socket.socket]()
             if hosts:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from hvd_train.compression import make
-from hvd_train.config.conflicts import check_ranks
+from hvd_train.config.conflicts import check_ranks, refused
+from hvd_train.config.modes import SHARDED, ModeSpec
 from hvd_train.core.training import Training
 from hvd_train.errors import amount
 from hvd_train.frontends.serial import Serial
 from hvd_train.jobs.job import Job
-from hvd_train.protocol import Communicator, Compressor, Model, Placement, Update
+from hvd_train.protocol import Communicator, Compressor, HostMemory, Model, Placement, Update
 from hvd_train.run_folder.terminal import say
 from hvd_train.update import auto, make_update
 from hvd_train.update.averaged_update import averaged
@@ -17,6 +18,8 @@ from hvd_train.update.exchange import Exchange
 from hvd_train.update.gradient_norms import GradientNorms
 from hvd_train.update.parameter_groups import ParameterGroups, TensorSettings
 from hvd_train.update.state import read
+
+SHARDED_FROM = 1_000_000  # weights, from which ``optim.sharded: auto`` shards
 
 
 def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0) -> tuple[Update, str]:
@@ -54,11 +57,36 @@ def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0
             world=groups.world,
         )
 
-    # With weights in shared memory, a hook's change to them would be applied N times.
-    update = make_update(options, frontend, build, Serial(), config.update_spec, share_memory=not user_hooks)
+    spec, memory = _spec_and_memory(job, user_hooks)
+    update = make_update(options, frontend, build, Serial(), spec, memory)
     if config.noise_scale_every_n_steps:
-        update.exchange.norms = GradientNorms(frontend.ops, 1.0 if config.optim.sharded else 1 / groups.data.size)
+        update.exchange.norms = GradientNorms(frontend.ops, 1.0 if spec is SHARDED else 1 / groups.data.size)
     return averaged(config, update, frontend), compression
+
+
+def _spec_and_memory(job: Job, user_hooks: bool) -> tuple[ModeSpec, HostMemory | None]:
+    """Return the update, and the memory in which the ranks of a host share the weights."""
+    config, frontend, spec = job.config, job.frontend, job.config.update_spec
+    # In shared memory a hook's change to the weights would be applied N times.
+    if spec is SHARDED:
+        return spec, None if user_hooks else frontend.host_memory()
+    sharded = config.model_copy(update={"optim": config.optim.model_copy(update={"sharded": True})})
+    entries = sum(spec.size for spec in frontend.specs())
+    if (
+        config.optim.sharded == "auto"
+        and frontend.groups.data.size > 1
+        and entries >= SHARDED_FROM
+        and not user_hooks
+        and all(key != "optim.sharded" for key, _ in refused(sharded))
+    ):
+        memory, reason = frontend.host_memory(auto=True), frontend.may_change_weights()
+        if frontend.groups.world.rank == 0 and memory:
+            say(f"optim.sharded: auto: the ranks share one copy of the {entries:,} weights, and each updates its part")
+        elif frontend.groups.world.rank == 0 and reason:
+            say(f"optim.sharded: auto: not sharded, because {reason} may change weights; if it does not: true")
+        if memory:
+            return SHARDED, memory
+    return spec, None
 
 
 def exchange_of(job: Job, compression: str) -> Exchange:

@@ -157,8 +157,17 @@ class Parameters(Model, Protocol):
 class Shardable(Parameters, Protocol):
     """Trainable tensors of which each rank can update a part (``optim.sharded``)."""
 
-    def host_memory(self) -> HostMemory | None:
-        """Set up shared memory among the ranks of a host; None if they cannot. All ranks of ``groups.data`` call it."""
+    def host_memory(self, auto: bool = False) -> HostMemory | None:
+        """Set up shared memory among the ranks of a host; None if they cannot. All ranks of ``groups.data`` call it.
+
+        ``auto``: None, too, if there are several hosts, or a rank's model may change weights.
+        """
+
+    def may_change_weights(self) -> str:
+        """Return what in the model may change weights by itself, as a name for the user; "": nothing.
+
+        In memory that ranks share, each of them would make the change.
+        """
 
     def connect_sharded(self, update: DividedUpdate) -> ShardedOptimizer:
         """Build the optimizer of this rank's parts, like ``connect``."""

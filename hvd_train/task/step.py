@@ -54,11 +54,11 @@ class UserStep:
 
     def __init__(self, name: str, losses: Sequence[str], training: bool) -> None:
         self.where, self._losses, self._training = f"task.step: {name}", losses, training
-        self._function = user_function(name, self.where)
-        if isinstance(self._function, type):
+        self.function = user_function(name, self.where)
+        if isinstance(self.function, type):
             raise ConfigError("it is a class, not a function", where=self.where, fix="name a function of its own")
         try:
-            parameters = inspect.signature(self._function).parameters
+            parameters = inspect.signature(self.function).parameters
         except (TypeError, ValueError):
             return
         open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
@@ -70,7 +70,7 @@ class UserStep:
     def __call__(self, model: Any, inputs: Any, labels: Any, training: bool) -> StepResult:
         """Call the function. Raises ConfigError if it fails, or returns something else than losses."""
         try:
-            answer = self._function(model, inputs, labels, **({"training": training} if self._training else {}))
+            answer = self.function(model, inputs, labels, **({"training": training} if self._training else {}))
         except ConfigError:
             raise
         except Exception as error:

@@ -189,8 +189,8 @@ class ShardedExchange(Exchange):
 class Sharded(Replicated):
     """The update with sharded optimizer state; a checkpoint holds the state as whole tensors."""
 
-    def __init__(self, frontend: Shardable, exchange: Exchange, share_memory: bool = True) -> None:
-        self._parts, self.host = ShardedExchange(exchange), frontend.host_memory() if share_memory else None
+    def __init__(self, frontend: Shardable, exchange: Exchange, memory: HostMemory | None = None) -> None:
+        self._parts, self.host = ShardedExchange(exchange), memory
         if self.host:
             self._parts.share(self.host)
         self._shardable = frontend

@@ -61,7 +61,7 @@ def test_gradients_are_gone_when_weights_are_gathered(accumulated):
     frontend.groups.data.entries = {
         f"weights{b}": sum(sizes) for b, sizes in enumerate(ShardedExchange(exchange).parts)
     }
-    update = Sharded(frontend, exchange, share_memory=False)
+    update = Sharded(frontend, exchange)
     gather, seen = update._gather, []
 
     def watched():

@@ -170,7 +170,7 @@ class Config(Section):
     @property
     def update_spec(self) -> ModeSpec:
         """Return the update to use, from ``exchange.mode`` or the keys that replace it."""
-        return STAGES if self.parallel.pipeline > 1 else SHARDED if self.optim.sharded else self.exchange.spec
+        return STAGES if self.parallel.pipeline > 1 else SHARDED if self.optim.sharded is True else self.exchange.spec
 
     @property
     def _watching(self) -> list[tuple[str, Any]]:

@@ -98,9 +98,9 @@ class OptimConfig(Section):
         None, description="lower the rate when an evaluation does not improve, with any schedule; null: never"
     )
     groups: list[GroupConfig] = Field([], description="other settings for weights by patterns of their names")
-    sharded: bool = free(
-        False,
-        description="each rank keeps the optimizer's slots of its part of the weights and moves that part (ZeRO-1)",
+    sharded: bool | Literal["auto"] = free(
+        "auto",
+        description="each rank has the optimizer's slots of its part of the weights (ZeRO-1); auto: where it is faster",
     )
 
     @model_validator(mode="after")

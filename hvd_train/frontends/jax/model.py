@@ -186,7 +186,7 @@ def refuse_unsupported(config: FrontEndConfig, sample: Sample) -> None:
         f"precision: {config.precision}": config.precision not in ("32", "64"),
         "model.compile": bool(config.model.compile),  # jax compiles each model
         "model.recompute": bool(config.model.recompute),
-        "optim.sharded": config.optim.sharded,
+        "optim.sharded": config.optim.sharded is True,
         "exchange.overlap": config.overlap is True,
         "data.lengths": any(field.ragged for field in sample.inputs.values()),
         f"inputs {', '.join(sample.inputs)}": len(sample.inputs) > 1,

@@ -6,8 +6,11 @@ import math
 import mmap
 from collections import deque
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
+
+from hvd_train.errors import ConfigError
 
 # torch's tensors begin at multiples of this many bytes, and cuDNN relies on it. When ResNet's weights followed a bias
 # of ten numbers, a convolution ended with "unable to find an engine" (one H200, cuDNN 9.19).
@@ -50,8 +53,25 @@ class Flat:
         """Replace the flat weight; the parameters take its values."""
         self.weight = weight
         # The optimizer updates the flat weight, and so all parameters at once.
-        for p, w in zip(self.parameters, self.views(weight), strict=True):
+        self._places = self.views(weight)
+        for p, w in zip(self.parameters, self._places, strict=True):
             p.data, p.grad = w, None
+        self._addresses = [w.data_ptr() for w in self._places]
+
+    @torch.no_grad()
+    def take_back(self) -> list[str]:
+        """Take the values of parameters that got other memory, as by ``p.data = x`` in a model's forward.
+
+        They are views of the flat weight again. Returns their names. Raises ConfigError for another shape.
+        """
+        moved = [p.data_ptr() != address for p, address in zip(self.parameters, self._addresses, strict=True)]
+        names = [name for name, one in zip(self.names, moved, strict=True) if one]
+        for name, p, place in compress(zip(self.names, self.parameters, self._places, strict=True), moved):
+            if p.shape != place.shape:
+                what = f"{name} of the shape {tuple(place.shape)} was replaced by one of {tuple(p.shape)}"
+                raise ConfigError(what, where="the model's code", fix="keep the shape, as with p.data.copy_(x)")
+            p.data = place.copy_(p.data)
+        return names
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor:

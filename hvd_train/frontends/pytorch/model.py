@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import overlaps
+from hvd_train.frontends.changing_code import changing_code
 from hvd_train.frontends.host_memory import CHANGED_BY_MODEL, UNSHARE, HostMemory
 from hvd_train.frontends.named_arrays import TensorLayout, layouts_of
 from hvd_train.frontends.pytorch import batchnorm, embeddings, linear, recompute
@@ -51,9 +53,14 @@ from hvd_train.task.step import converted
 from hvd_train.task.task import Task
 from hvd_train.update.overlap import Overlap
 
+WORDS = {4: torch.int32, 8: torch.int64}  # {bytes of a weight: whole numbers of its size}
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
 UNTAKEN = (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError)  # what a model raises
 IN_TRAINING = attrgetter("training")
+# What code needs that changes weights in place, be it in ``forward``.
+CHANGES_WEIGHTS = re.compile(
+    r"(?<!utils)\.data\b|no_grad|inference_mode|set_grad_enabled|\bdetach|\.numpy\(|storage\(|dlpack|\.set_\("
+)
 
 
 class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
@@ -96,11 +103,14 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         if not self._trainable:
             raise ConfigError("the model has no trainable parameter", where=f"model.name: {config.model.name}")
         self._fixed = {n: t for n, t in named.items() if n not in self._trainable}
+        parts = {name: name.rpartition(".") for name in self._fixed}
+        self._places = {n: (self.model.get_submodule(path), leaf) for n, (path, _, leaf) in parts.items()}
         self._channels_last = self._takes_channels_last()
         self._flats: list[Flat] = []
         self._handles: list[Any] = []  # of backward hooks
         self._host: HostMemory | None = None
-        self._known_changes = 0
+        self._known_changes, self._steps = 0, 0
+        self._known_bits: int | None = None
         self._probe_task(sample)
         self.task.own_loss = own_method(self.model, ["training_step"])
         if table:
@@ -223,9 +233,17 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
             elif isinstance(getattr(layer, "dropout", None), float):  # recurrent layers, attention
                 layer.dropout = 0.0
 
-    def host_memory(self) -> HostMemory | None:
-        self._host = HostMemory.of(self.groups.data, in_memory, usable=self.device.type == "cpu")
+    def host_memory(self, auto: bool = False) -> HostMemory | None:
+        usable = self.device.type == "cpu" and not (auto and self.may_change_weights())
+        self._host = HostMemory.of(self.groups.data, in_memory, usable, one_host=auto)
         return self._host
+
+    def may_change_weights(self) -> str:
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        code: list[Callable] = [type(layer) for layer in self.model.modules()]
+        code += [hook for layer in self.model.modules() for name in hooks for hook in getattr(layer, name).values()]
+        code += [self.task.step.function] if self.task.step else []
+        return changing_code(code, ("torch",), CHANGES_WEIGHTS)
 
     def waited(self, fresh: bool = True) -> float:
         return self.groups.data.waited + (self._host.waited if self._host else 0.0)
@@ -237,10 +255,22 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         """Count the in-place changes of weights by code other than the update."""
         return sum(p._version for p in self._trainable.values())
 
+    def _bits(self) -> int:
+        """Add up the bits of all weights."""
+        return sum(int(flat.weight.view(WORDS[flat.weight.itemsize]).sum()) for flat in self._flats)
+
     def _check_changes(self) -> None:
-        """Raise ConfigError if the model changes its weights: in shared memory each rank would repeat the change."""
-        if self._host and self._changes() != self._known_changes:
+        """Take in weights that the model has changed. Raises ConfigError if ranks share them: each would do it."""
+        moved = [name for flat in self._flats for name in flat.take_back()]
+        if self._host is None:
+            return
+        if moved or self._changes() != self._known_changes or self._known_bits not in (None, self._bits()):
             raise ConfigError(CHANGED_BY_MODEL, where="optim.sharded", fix=UNSHARE, common=True)
+
+    def _note_weights(self) -> None:
+        """After the steps 1, 2, 4, 8, ... keep the bits of the weights, to see changes of ``.data`` too."""
+        self._steps += 1
+        self._known_bits = self._bits() if self._host and not self._steps & (self._steps - 1) else None
 
     def connect(self, update: StepUpdate) -> Optimizer:
         self._connect(update)
@@ -252,7 +282,8 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
             common = update.host.share([flat.weight for flat in self._flats])
             for flat, weight in zip(self._flats, common, strict=True):
                 flat.move_to(weight)
-            self._known_changes = self._changes()
+            self._known_changes, self._steps = self._changes(), 0
+            self._known_bits = self._bits()
         return ShardedOptimizer(self.config.optim, self._flats, self.layouts, TorchOps(self.device), update)
 
     def _connect(self, update: StepUpdate) -> None:
@@ -392,6 +423,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         if finite := self._unscale(unscale):
             self._check_changes()
             self.update.step(self._sent.finish(), learning_rate)
+            self._note_weights()
             self.update.begin()
         self._discard_gradients(handed_over=finite)
         return sums
@@ -446,7 +478,26 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         weights = {f"weights/{n}": p.detach() for n, p in self._trainable.items()}
-        return weights | {f"statistics/{n}": t for n, t in self._fixed.items()}
+        return weights | {f"statistics/{n}": self._now(n) for n in self._fixed}
+
+    def _now(self, name: str) -> torch.Tensor:
+        """Return the tensor that now has this name: a model's forward may have replaced it (``self.mean = x``)."""
+        first, (owner, leaf) = self._fixed[name], self._places[name]
+        now = owner._buffers.get(leaf, first)
+        if now is None or now is first:
+            return first
+        if now.shape != first.shape:
+            if leaf in owner._non_persistent_buffers_set:  # no state, such as a table of positions that grows
+                return first
+            what = f"{name} had the shape {tuple(first.shape)} and now has {tuple(now.shape)}"
+            raise ConfigError(what, where=f"model.name: {self.config.model.name}", fix="keep the shapes of buffers")
+        return now.detach()
+
+    def _read(self, key: str) -> np.ndarray:
+        prefix, _, name = key.partition("/")
+        if prefix == "weights":
+            return array_of(self._trainable[name])
+        return array_of(self._now(name).to(self._fixed[name].dtype))
 
     def aliases(self, canonical: bool) -> dict[str, tuple[str, TensorLayout | None]]:
         """Add all names of tied weights: a file may hold the weight under any of them."""
@@ -460,7 +511,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         return known
 
     def _readers(self) -> Mapping[str, Callable[[], np.ndarray]]:
-        return {key: partial(array_of, x) for key, x in self._tensors().items()}
+        return {key: partial(self._read, key) for key in self._tensors()}
 
     def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for flat in self._flats:
@@ -482,7 +533,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         tensors = self._tensors()
         for key, array in arrays.items():
             tensors[key].copy_(torch.from_numpy(np.asarray(array)))
-        self._known_changes = self._changes()
+        self._known_changes, self._known_bits = self._changes(), None
 
 
 def configure(threads: int) -> None:

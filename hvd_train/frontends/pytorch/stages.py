@@ -81,6 +81,7 @@ class StagedPyTorch(StagedFrontEnd, PyTorchInBlocks):
     def _finish_step(self, learning_rate: float, unscale: float) -> None:
         self._sent.begin()
         if self._unscale(unscale):
+            self._check_changes()
             self.update.step(self._sent.finish(), learning_rate)
         self._discard_gradients()
 

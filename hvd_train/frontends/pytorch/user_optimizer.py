@@ -93,6 +93,7 @@ class UserOptimizer(FlatWeights):
         if _attributes(self.optimizer) != attributes:
             self._refuse("its attributes change with the steps")
         for flat, weight in zip(self._flats, before, strict=True):
+            flat.take_back()
             flat.weight.copy_(weight)
         self._begin()
         return kinds
@@ -119,6 +120,8 @@ class UserOptimizer(FlatWeights):
         if not self._steps:  # the checkpoint is from before the first step, which makes the state
             self._begin()
         self.optimizer.step()
+        for flat in self._flats:
+            flat.take_back()
         self._steps += 1
 
     # ---- state

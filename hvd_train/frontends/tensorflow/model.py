@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -19,6 +20,7 @@ from hvd_train.config import FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends.base import StateTree
+from hvd_train.frontends.changing_code import changing_code
 from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import HostMemory
 from hvd_train.frontends.named_arrays import TensorLayout, layouts_of
@@ -58,6 +60,9 @@ from hvd_train.protocol import (
 )
 from hvd_train.task.step import converted
 from hvd_train.task.task import Task
+
+# What code needs that changes variables, be it in ``call``.
+CHANGES_WEIGHTS = re.compile(r"assign|set_weights|load_weights|\.value\b|\.numpy\(|scatter|dlpack")
 
 
 class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
@@ -163,14 +168,22 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
                 if isinstance(getattr(layer, rate, None), float):
                     setattr(layer, rate, 0.0)
 
-    def host_memory(self) -> GraphMemory | None:
+    def host_memory(self, auto: bool = False) -> GraphMemory | None:
         # A constraint assigns a variable, which then no longer reads the common memory.
         usable = self._device == "/CPU:0" and all(v.constraint is None for v in self._unfrozen.values())
-        host = HostMemory.of(self.groups.data, in_memory, usable)
+        usable &= not (auto and self.may_change_weights())
+        host = HostMemory.of(self.groups.data, in_memory, usable, one_host=auto)
         if host:
             self._memory = GraphMemory(host)
             self._call = self._memory.run
         return self._memory
+
+    def may_change_weights(self) -> str:
+        layers = list(self.model._flatten_layers())
+        if any(isinstance(layer, keras.layers.SpectralNormalization) for layer in layers):
+            return "SpectralNormalization"
+        code = [type(layer) for layer in layers] + ([self.task.step.function] if self.task.step else [])
+        return changing_code(code, ("keras", "tensorflow"), CHANGES_WEIGHTS)
 
     def connect(self, update: StepUpdate) -> Optimizer:
         with tf.device(self._device):

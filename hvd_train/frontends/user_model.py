@@ -176,3 +176,10 @@ def _wants_classes(sample: Sample, error: Exception) -> bool:
 def may_be_images(sample: Sample) -> bool:
     """Return whether an input that is not declared an image has the axes of one."""
     return any(len(field.shape) in (2, 3) and not field.image for field in sample.inputs.values())
+
+
+def finalizes(layer: Any) -> bool:
+    """Return whether a Keras layer computes constants from its variables (``finalize_state``), as in Normalization."""
+    kinds = {kind.__name__ for kind in type(layer).__mro__ if kind.__module__.startswith("keras.")}
+    own = not type(layer).__module__.startswith("keras.")
+    return "Normalization" in kinds or (own and hasattr(layer, "finalize_state"))

@@ -54,6 +54,7 @@ class Task:
         self._remark = ""
         # What the front-end finds in the model: a layer whose mask reaches the outputs, and a loss of its own.
         self.masking_layer = self.own_loss = ""
+        self.about_model: list[str] = []  # further remarks
         kind = StepObjective if config.step else Objective
         self.objectives = [
             kind(name, *names, sample, config.ignore_index, ops, config.class_weights)
@@ -128,7 +129,7 @@ class Task:
         """Return remarks on the model's mask and loss, and on functions that compare samples; after ``probe``."""
         of_step = [f"{self.step.where}: {self._remark}"] if self.step and self._remark else []
         built_in = [one for one in self.objectives if not one.user_loss]
-        of_model = []
+        of_model = [*self.about_model]
         if self.masking_layer and (counting := [one.loss for one in built_in if not one.masked]):
             what = (
                 f"the model masks some of its outputs (layer '{self.masking_layer}'), and {counting[0]} counts them all"

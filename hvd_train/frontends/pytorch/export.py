@@ -15,7 +15,7 @@ import torch
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.exporting import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
 from hvd_train.frontends.pytorch.blocks import joined
-from hvd_train.frontends.pytorch.shapes import lazy, native_shape
+from hvd_train.frontends.pytorch.shapes import as_real, lazy, moved, native_shape
 from hvd_train.frontends.user_model import build_model, canonical_table
 
 
@@ -25,22 +25,24 @@ def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, d
     # An exported model takes samples padded to the maximum length.
     sizes = {k: field.shape if field.ragged else native_shape(field) for k, field in fields.items()}
     model, module, arguments = build_model(PYTORCH.zoo, trained.config, trained.sample, native_shape)
-    model = joined(model).to("cpu", getattr(torch, dtype)).eval()
+    model = moved(joined(model), "cpu", getattr(torch, dtype))
     kinds = trained.inputs(dtype)
     example = {k: torch.zeros(2, *shape, dtype=getattr(torch, kinds[k])) for k, shape in sizes.items()}
     if lazy(model):
         with torch.no_grad():
-            _output(model, example)
+            _output(model.eval(), example)
+        model.train()
     table = canonical_table(module, model)
     # Checkpoints omit batch normalization's counter if no computation uses it.
     tensors = {
-        path: x
+        path: as_real(x)
         for path, x in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items()
         if path in trained.arrays or not path.endswith("num_batches_tracked")
     }
     with torch.no_grad():
         for path, array in trained.native_arrays({path: x.shape for path, x in tensors.items()}, table).items():
             tensors[path].copy_(torch.from_numpy(array))
+    model.eval()  # not before: layers such as LoRA's merge their weights then
     return model, module, arguments, example
 
 

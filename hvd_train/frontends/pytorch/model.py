@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from hvd_train.config import FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import StateTree
-from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.changing_code import changing_code
+from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import CHANGED_BY_MODEL, UNSHARE, HostMemory
 from hvd_train.frontends.named_arrays import TensorLayout, layouts_of
 from hvd_train.frontends.pytorch import batchnorm, embeddings, linear, recompute
@@ -31,7 +32,7 @@ from hvd_train.frontends.pytorch.freezing import freeze, thaw
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.frontends.pytorch.optimizers import array_of
-from hvd_train.frontends.pytorch.shapes import lazy, native_shape
+from hvd_train.frontends.pytorch.shapes import as_real, lazy, moved, native_shape
 from hvd_train.frontends.pytorch.sharded import ShardedOptimizer
 from hvd_train.frontends.pytorch.user_optimizer import flat_optimizer
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, own_method, untaken
@@ -81,6 +82,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         self._seed = seeder(self.device)
         model, module, _ = build_model(PYTORCH.zoo, config, sample, native_shape)
         self._module, self._channels_last = module, False
+        self._check_state(model)
         self.model = model = self._on_devices(joined(model))
         # Before batch normalization is prepared: initializing a lazy layer changes its class.
         if lazy(model):
@@ -91,7 +93,8 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         if self.device.type == "cpu" and self.dtype == torch.float32:
             linear.take()
         table = canonical_table(module, model)
-        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        named = {name: as_real(x) for name, x in tensors.items()}
         layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)
         # A normalization's scale is called weight.
         norms = {f"{n}.weight".lstrip(".") for n, x in self.model.named_modules() if "Norm" in type(x).__name__}
@@ -103,10 +106,18 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         if not self._trainable:
             raise ConfigError("the model has no trainable parameter", where=f"model.name: {config.model.name}")
         self._fixed = {n: t for n, t in named.items() if n not in self._trainable}
-        parts = {name: name.rpartition(".") for name in self._fixed}
+        parts = {name: name.rpartition(".") for name in named}
+        # {name: (layer, attribute)}
         self._places = {n: (self.model.get_submodule(path), leaf) for n, (path, _, leaf) in parts.items()}
+        # Looked up in each step, so (the layer's parameters, attribute, weight) for 60 ns each.
+        self._weight_places = [
+            (owner._parameters, leaf, self._trainable[name])
+            for name, (owner, leaf) in self._places.items()
+            if name in self._trainable and not isinstance(owner, torch.jit.ScriptModule)
+        ]
         self._channels_last = self._takes_channels_last()
         self._flats: list[Flat] = []
+        self._fixed_layers: Sequence[torch.nn.Module] = ()
         self._handles: list[Any] = []  # of backward hooks
         self._host: HostMemory | None = None
         self._known_changes, self._steps = 0, 0
@@ -120,8 +131,25 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
     def axes(self) -> str:  # type: ignore[override]
         return "channels last" if self._channels_last else "channels first"
 
+    def _check_state(self, model: torch.nn.Module) -> None:
+        """Refuse weights that are no real numbers, and remark on what checkpoints do not have."""
+        where = f"model.name: {self.config.model.name}"
+        pairs = [name for name, p in model.named_parameters() if p.is_complex() and p.requires_grad]
+        if pairs:
+            fix = "make it a parameter of real numbers, (..., 2), and take torch.view_as_complex of it in forward"
+            raise ConfigError(f"the weight {pairs[0]} has complex numbers", where=where, fix=fix)
+        for name, layer in model.named_modules():
+            if type(layer).get_extra_state is not torch.nn.Module.get_extra_state:
+                what = f"checkpoints have no state of get_extra_state ({name or type(layer).__name__})"
+                self.task.about_model.append(f"{what}: eval, predict and a resumed run begin without it; use buffers")
+        for name, x in model.named_buffers():
+            whole = is_lazy(x) or x.dtype != torch.float64 or self.dtype == torch.float64
+            if not whole and not torch.equal(x.float().double(), x):
+                what = f"the numbers of the buffer {name} are rounded from 64 to 32 bits"
+                self.task.about_model.append(f"{what} (precision: {self.config.precision})")
+
     def _on_devices(self, model: torch.nn.Module) -> torch.nn.Module:
-        return model.to(self.device, self.dtype)
+        return moved(model, self.device, self.dtype)
 
     def _take_shapes(self) -> None:
         """Initialize lazy layers (``LazyLinear``) by a forward pass of two samples."""
@@ -261,11 +289,31 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
 
     def _check_changes(self) -> None:
         """Take in weights that the model has changed. Raises ConfigError if ranks share them: each would do it."""
-        moved = [name for flat in self._flats for name in flat.take_back()]
+        if not self._steps:
+            self._check_none_is_late()
+        if replaced := [leaf for known, leaf, p in self._weight_places if known.get(leaf) is not p]:
+            what = f"the model has replaced its '{replaced[0]}', a weight that is trained"
+            fix = "make it a buffer, or change it in place, the same on all ranks"
+            raise ConfigError(what, where=f"model.name: {self.config.model.name}", fix=fix, common=True)
+        changed = [name for flat in self._flats for name in flat.take_back()]
         if self._host is None:
             return
-        if moved or self._changes() != self._known_changes or self._known_bits not in (None, self._bits()):
+        if changed or self._changes() != self._known_changes or self._known_bits not in (None, self._bits()):
             raise ConfigError(CHANGED_BY_MODEL, where="optim.sharded", fix=UNSHARE, common=True)
+
+    def _check_none_is_late(self) -> None:
+        """Raise ConfigError if the model got a weight or buffer in its first step: nobody trains, saves or joins it."""
+        known = {(id(owner), leaf) for owner, leaf in self._places.values()}
+        tensors = {id(x) for x in (*self._trainable.values(), *self._fixed.values())}  # tied ones have several places
+        for owner in self.model.modules():
+            if isinstance(owner, torch.jit.ScriptModule):
+                continue
+            for leaf, x in (*owner._parameters.items(), *owner._buffers.items()):
+                late = (id(owner), leaf) not in known and id(x) not in tensors and x is not None
+                if late and leaf not in owner._non_persistent_buffers_set:
+                    what = f"{type(owner).__name__} got '{leaf}' in its first step, which no checkpoint would have"
+                    fix = "make it in __init__, with its shape (torch.zeros(...))"
+                    raise ConfigError(what, where=f"model.name: {self.config.model.name}", fix=fix, common=True)
 
     def _note_weights(self) -> None:
         """After the steps 1, 2, 4, 8, ... keep the bits of the weights, to see changes of ``.data`` too."""
@@ -401,15 +449,18 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         inputs, labels, weights = placed
         # ``train()`` traverses all layers, which takes 1 ms of each step for 200 of them.
         if not all(map(IN_TRAINING, self._layers)) or any(map(IN_TRAINING, self._fixed_layers)):
-            self.model.train()
-            for layer in self._fixed_layers:
-                layer.eval()
+            self._train()
         self._seed(seed)
         # Before the forward pass: a rank without samples computes on a row of padding.
         self._batchnorm.take(weights)
         loss, sums = self.task(self._of_batch(inputs, labels), labels, weights, self._scales(scale))
         loss.backward()
         return sums
+
+    def _train(self) -> None:
+        self.model.train()
+        for layer in self._fixed_layers:
+            layer.eval()
 
     def train_step(self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0) -> torch.Tensor:
         self._sent.begin()
@@ -483,9 +534,10 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
     def _now(self, name: str) -> torch.Tensor:
         """Return the tensor that now has this name: a model's forward may have replaced it (``self.mean = x``)."""
         first, (owner, leaf) = self._fixed[name], self._places[name]
-        now = owner._buffers.get(leaf, first)
+        now = getattr(owner, leaf, None)
         if now is None or now is first:
             return first
+        now = as_real(now)
         if now.shape != first.shape:
             if leaf in owner._non_persistent_buffers_set:  # no state, such as a table of positions that grows
                 return first
@@ -493,8 +545,14 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
             raise ConfigError(what, where=f"model.name: {self.config.model.name}", fix="keep the shapes of buffers")
         return now.detach()
 
+    def _separate(self) -> None:
+        """Leave evaluation, in which layers such as LoRA's have merged their weights."""
+        if not self.model.training:
+            self._train()
+
     def _read(self, key: str) -> np.ndarray:
         prefix, _, name = key.partition("/")
+        self._separate()
         if prefix == "weights":
             return array_of(self._trainable[name])
         return array_of(self._now(name).to(self._fixed[name].dtype))
@@ -514,6 +572,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         return {key: partial(self._read, key) for key in self._tensors()}
 
     def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        self._separate()
         for flat in self._flats:
             yield from zip(flat.names, (x.numpy() for x in flat.parts(flat.weight.cpu())), strict=True)
         unfrozen = self._unfrozen
@@ -530,6 +589,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         batchnorm.share_counts(self.model, self.groups.data)
 
     def _assign(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._separate()
         tensors = self._tensors()
         for key, array in arrays.items():
             tensors[key].copy_(torch.from_numpy(np.asarray(array)))

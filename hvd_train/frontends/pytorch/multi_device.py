@@ -13,7 +13,7 @@ from hvd_train.config import FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.pytorch.blocks import blocks_of
 from hvd_train.frontends.pytorch.in_blocks import PyTorchInBlocks
-from hvd_train.frontends.pytorch.shapes import lazy
+from hvd_train.frontends.pytorch.shapes import lazy, moved
 from hvd_train.frontends.pytorch.stages import block_seed
 from hvd_train.frontends.stages.multi_device import MultiDevice
 from hvd_train.frontends.user_model import checked
@@ -31,7 +31,7 @@ class MultiDevicePyTorch(MultiDevice, PyTorchInBlocks):
     def _on_devices(self, model: torch.nn.Module) -> torch.nn.Module:
         # Build the model on the CPU: it may not fit on one device.
         where = f"model.name: {self.config.model.name}"
-        self.model = model = model.to("cpu", self.dtype)
+        self.model = model = moved(model, "cpu", self.dtype)
         if lazy(model):
             what = f"{', '.join(lazy(model))} has no shape yet, and so no size by which blocks are placed"
             raise ConfigError(what, where=where, fix="give the layer its shape, or set parallel.devices_per_rank: 1")

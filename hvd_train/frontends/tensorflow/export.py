@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends.exporting import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
 from hvd_train.frontends.tensorflow.blocks import joined
-from hvd_train.frontends.user_model import build_model, canonical_table
+from hvd_train.frontends.user_model import build_model, canonical_table, finalizes
 from hvd_train.protocol import one_or_all
 
 
@@ -35,6 +35,8 @@ def _model(trained: Trained, dtype: str) -> tuple[keras.Model, set[str], dict[st
     variables = {v.path: v for v in model.variables if not v.path.endswith("seed_generator_state")}
     for path, array in trained.native_arrays({path: tuple(v.shape) for path, v in variables.items()}, table).items():
         variables[path].assign(array)
+    for layer in filter(finalizes, model._flatten_layers()):
+        layer.finalize_state()
     classes = {type(layer).__module__ for layer in model._flatten_layers()}
     modules = {m for m in classes if m.partition(".")[0] != "keras"} | ({module.__name__} if ":" in name else set())
     return model, modules, shapes(logits)

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.layers.preprocessing.index_lookup import IndexLookup
 
 from hvd_train.config import FrontEndConfig
 from hvd_train.errors import ConfigError
@@ -44,7 +45,15 @@ from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer, check_const
 from hvd_train.frontends.tensorflow.user_optimizer import variable_optimizer
 from hvd_train.frontends.tensorflow.variables import by_path, check_none_is_late, common_state, states
 from hvd_train.frontends.tensorflow.weight_files import names_here, numbered, paths_here
-from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, own_method, untaken
+from hvd_train.frontends.user_model import (
+    build_model,
+    canonical_table,
+    checked,
+    finalizes,
+    may_be_images,
+    own_method,
+    untaken,
+)
 from hvd_train.protocol import (
     Batch,
     DividedUpdate,
@@ -90,6 +99,8 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         with tf.device(self._device if len(self._devices) == 1 else "/CPU:0"):
             model, module, _ = build_model(TENSORFLOW.zoo, config, sample)
             self.model, self._module = joined(model), module
+            if config.restores:
+                self._check_vocabularies()
             self._chain = [self.model]
             self._try_forward()
         if not self.model.trainable_variables:
@@ -117,8 +128,9 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self._waits, self._in_steps = seconds_waited(), 0.0  # in steps; its last known value
         self._call: Callable = lambda graph, *arguments: graph(*arguments)
         self._common: CommonWeights | None = None
-        self._count = graph(self._traced_counts)
-        self._score, self._predict = graph(self._traced_score), graph(self._eval_outputs, reduce_retracing=self._ragged)
+        self._constants: dict[str, np.ndarray] = {}
+        self._finalized = [layer for layer in self.model._flatten_layers() if finalizes(layer)]
+        self._retrace_evaluation()
         self._probe_task(sample)
         self.task.masking_layer = self._masking_layer()
         compiled = "compile()" * bool(getattr(self.model, "compiled", False))
@@ -127,6 +139,20 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         # A step may join several views of a batch, and then batch normalization cannot tell which rows are padding.
         compares = self.task.compares_samples or self.task.step is not None
         self._cuts_padding = compares and config.parallel.pipeline == 1
+
+    def _check_vocabularies(self) -> None:
+        """Raise ConfigError for a layer whose vocabulary or bins no checkpoint has, and which did not adapt again."""
+        layers = [getattr(layer, "_lookup_layer", layer) for layer in self.model._flatten_layers()]
+        empty = [layer for layer in layers if isinstance(layer, IndexLookup) and not int(layer.lookup_table.size())]
+        empty += [x for x in layers if isinstance(x, keras.layers.Discretization) and x.bin_boundaries is None]
+        if empty:
+            what = f"layer {empty[0].name} has no vocabulary or bins, which are no weights, and so in no checkpoint"
+            fix = "adapt the layer even if pretrained is False, or give it its vocabulary"
+            raise ConfigError(what, where=f"model.name: {self.config.model.name}", fix=fix)
+
+    def _retrace_evaluation(self) -> None:
+        self._count = graph(self._traced_counts)
+        self._score, self._predict = graph(self._traced_score), graph(self._eval_outputs, reduce_retracing=self._ragged)
 
     def _try_forward(self) -> None:
         """Build the model if necessary, and check that it accepts the data's samples."""
@@ -215,9 +241,8 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             self._check_compiles()
             self._call = graphs.compiling(self._call)
         batchnorm.fix_statistics(self.model, self._fixed_statistics())
-        self._accumulate, self._squares = graph(self._traced_accumulate), graph(self._traced_squares)
         self.queued: list[tuple[tuple[Any, ...], Later]] = []
-        self.retrace()
+        self._retrace_steps()
         steps = self.config.steps_per_execution
         # Run steps one by one if micro-batches come between them, or each is checked for finite gradients. A GPU is
         # busy while Python prepares the next step.
@@ -225,8 +250,12 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self._one_by_one |= steps == 1 or (steps == "auto" and self._device != "/CPU:0")
         self._per_call: int = 1 if steps == "auto" else steps
         self._calls, self._seconds = 0, math.inf  # of the fastest step
+
+    def _retrace_steps(self) -> None:
+        self._accumulate, self._squares = graph(self._traced_accumulate), graph(self._traced_squares)
         self._compression_error = graph(self._traced_compression_error)
         self._gather = graph(self._traced_statistics)
+        self.retrace()
 
     def _recompute(self) -> None:
         """Let backward compute layers again. With ``true``, a built-in model is called block by block."""
@@ -517,8 +546,24 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         variables = self._variables()
         for key, array in arrays.items():
             variables[key].assign(np.asarray(array).astype(variables[key].dtype))
+        self._finalize()
         if self._common:
             self._common.assigned = True
+
+    def _finalize(self) -> None:
+        """Let layers such as Normalization compute their constants from variables that have changed."""
+        if not self._finalized:
+            return
+        values = {v.path: np.array(view(v.value)) for layer in self._finalized for v in layer.variables}
+        known = self._constants
+        if known.keys() == values.keys() and all(np.array_equal(x, known[path]) for path, x in values.items()):
+            return
+        self._constants = values
+        for layer in self._finalized:
+            layer.finalize_state()
+        self._retrace_evaluation()  # graphs have the constants of before
+        if hasattr(self, "update"):
+            self._retrace_steps()
 
 
 def configure(threads: int) -> None:

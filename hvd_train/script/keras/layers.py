@@ -19,6 +19,7 @@ from keras.src.layers.preprocessing.index_lookup import IndexLookup
 
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.errors import ConfigError, whole_reason
+from hvd_train.frontends.user_model import finalizes
 from hvd_train.protocol import Communicator
 
 WHERE = "hk.distribute"
@@ -58,7 +59,7 @@ class LayerStates:
         self._layers = [x for x in model._flatten_layers() if isinstance(x, kinds)]
         texts = [x for x in model._flatten_layers() if isinstance(x, keras.layers.TextVectorization)]
         self._names = {id(x): x.name for x in self._layers} | {id(x._lookup_layer): x.name for x in texts}
-        self._finalized = [x for x in model._flatten_layers() if _finalizes(x)]
+        self._finalized = [x for x in model._flatten_layers() if finalizes(x)]
         self._read: dict[int, tuple[Any, Any]] = {}  # {id of a layer: (table, its vocabulary)}
 
     def finalize(self) -> None:
@@ -122,10 +123,6 @@ def _put(layer: Any, name: str, state: Any, where: str) -> None:
     except (ValueError, RuntimeError) as error:
         what = f"{name} cannot take the state of rank 0: {whole_reason(error)}"
         raise ConfigError(what, where=where, fix=ADAPT_FIX) from error
-
-
-def _finalizes(layer: Any) -> bool:
-    return isinstance(layer, keras.layers.Normalization) or _is_users(layer) and hasattr(layer, "finalize_state")
 
 
 def _is_users(layer: Any) -> bool:

@@ -179,6 +179,10 @@ def opened() -> tuple[Communicator, Any]:
     return open_session(backend.framework).communicator, backend
 
 
+# AutoGraph shall not convert what a user's ``tf.function`` calls first: where it fails, it prints the environment.
+opened.autograph_info__ = None  # type: ignore[attr-defined]
+
+
 @functools.cache
 def slow_rank_report() -> SlowRankReport:
     """Return the report of slow ranks, shared by all models."""

@@ -26,7 +26,7 @@ from hvd_train.script.shared.pass_order import PassNumbers
 from hvd_train.script.shared.record import recording
 
 WHERE = "hk.shard"
-WIRE = ("float16", "float32", "float64", "int64")  # dtypes that are sent unchanged
+WIRE = ("float32", "float64", "int64")  # dtypes that are sent unchanged; a sum of 16 bits may overflow
 INT64 = 2**63 - 1  # the largest integer that is sent
 TOO_LARGE = "may make a sum over the ranks that does not fit into its type"
 CURE = 'hk.reduce(total, op="sum") gives all ranks the sum'
@@ -243,7 +243,7 @@ def reduce(values: Any, op: str = "mean") -> Any:
     """Return the mean over ranks of tensors, arrays or numbers, in lists or dicts, or their sum with op="sum".
 
     Works eagerly and in a ``tf.function``; call it on all ranks. Python's numbers and the mean of integers have 64
-    bits. The sum of integers is exact: int32 for int32, else int64. Raises ConfigError if it may need more bits, in a
+    bits, floats of 16 bits get 32. The sum of integers is exact: int32 for int32, else int64. Raises ConfigError if it may need more bits, in a
     ``tf.function`` InvalidArgumentError.
     """
     world, backend = opened()

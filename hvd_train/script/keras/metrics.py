@@ -168,7 +168,9 @@ def counts_batches(model: Any) -> bool:
         several = len(getattr(model, "outputs", None) or (None, None)) > 1  # None: unknown before the first batch
     user_step = not str(type(model).test_step.__module__).startswith("keras.")
     own = any(each.counted() for each in _put(model, BatchSums))
-    return several or user_step or len(_means(model)) > 1 or bool(functions(model)) or own
+    # ``metrics`` of the user's class may leave Keras' own mean of the loss out.
+    means = any(x is not getattr(model, "_loss_tracker", None) for x in _means(model))
+    return several or user_step or means or bool(functions(model)) or own
 
 
 def _means(model: Any) -> list[Any]:

@@ -36,7 +36,8 @@ def as_array(value: Any) -> np.ndarray:
         value = value.detach()
         if has_several(value):
             value = (value if value.layout == torch.strided else value.to_dense()).cpu()
-            value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+            narrow = value.is_floating_point() and value.dtype not in (torch.float16, torch.float32, torch.float64)
+            value = (value.float() if narrow else value).resolve_conj().resolve_neg().numpy()
     try:
         if has_several(value) and value.dtype.kind in WIDE:
             return value
@@ -59,7 +60,8 @@ def like_input(value: Any, total: np.ndarray) -> Any:
     if not has_several(value):
         return total.item()  # an int if the numbers are whole on all ranks
     narrow = value.dtype in (torch.float32, np.float32, torch.complex64, np.complex64)
-    half = value.dtype in (torch.float16, torch.bfloat16, np.float16)
+    floats = value.is_floating_point() if isinstance(value, torch.Tensor) else value.dtype.kind == "f"
+    half = floats and value.dtype.itemsize < 4
     if narrow or half:
         total = total.astype(np.complex64 if total.dtype.kind == "c" else np.float32)
     return torch.from_numpy(total).to(value.device) if isinstance(value, torch.Tensor) else total

@@ -237,6 +237,9 @@ def exact_numbers():
     numbers = [0.1, np.float64(0.1), 2**53 + 1, 2**70]
     assert [float(x) for x in hk.reduce(numbers)] == [float(x) for x in numbers]
     assert [float(x) for x in hk.reduce(numbers[:2], op="sum")] == [0.1 * hk.size()] * 2
+    # The sum of 16 bits does not fit into them.
+    for op, right in (("mean", 40000.0), ("sum", 40000.0 * hk.size())):
+        assert float(hk.reduce(np.float16(40000), op=op)) == right
     # The largest that the sum of all ranks holds, and one more.
     most, least = (2**63 - 1) // hk.size(), -((2**63 - 1) // hk.size())
     assert [int(x) for x in hk.reduce([most, np.array(least)], op="sum")] == [hk.size() * most, hk.size() * least]

@@ -22,6 +22,23 @@ from tests.script.keras.cases.models import (
 )
 
 
+class Tracked(keras.Model):
+    """A loss of its own, whose mean alone are the metrics, as in the docstring of ``keras.Model.compute_loss``."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def compute_loss(self, x, y, y_pred, sample_weight, training=True):
+        loss = keras.ops.mean(keras.ops.square(y_pred - keras.ops.cast(keras.ops.one_hot(y, 10), y_pred.dtype)))
+        self.tracker.update_state(loss)
+        return loss
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+
 def masked_scores():
     """Losses whose value depends on where batches are cut, in evaluation: masked and weighted means, sums."""
     x, y = sequences()
@@ -113,12 +130,14 @@ def outputs():
     masked = {"loss": [cross_entropy(), "mae"], "metrics": [["accuracy"], ["mse"]], "loss_weights": [1.0, 0.3]}
     wrapper = type("Wrapper", (keras.metrics.MeanMetricWrapper,), {})
     of_batches = [own_error, cross_entropy(name="loss_object"), BatchError(), BatchShare(), wrapper(own_error)]
+    plain = network()
     ways = {
         "dict": (heads(dict), by_name, x, both, {"a": weight, "b": weight[::-1]}),
         "list": (heads(pair), in_order, x, [y, x[:, 30:31]], None),
         "one": (heads(pair), one_loss, x, [x[:, :10], x[:, 30:31]], weight),
         "masked": (texts(pair), masked, words, [tags, x[:, :4]], None),
         "eager": (heads(dict), by_name | {"run_eagerly": True}, x, both, None),
+        "tracked": (Tracked(plain.inputs, plain.outputs), {}, x, y, None),
         "single": (network(), {"loss": cross_entropy(), "metrics": [*of_batches, "accuracy"]}, x, y, None),
     }
     for name, (model, options, inputs, targets, weights) in ways.items():

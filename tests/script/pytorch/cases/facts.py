@@ -176,6 +176,10 @@ def sums_of_tensors():
         ht.sum([1, 2])
     except TrainError as error:
         message = str(error)
+    pair = torch.tensor([1 + 2j, 3 - 1j])
+    assert [x.tolist() for x in ht.sum(pair.conj(), pair.conj().imag)] == [
+        [(1 - 2j) * ht.size(), (3 + 1j) * ht.size()], [-2 * ht.size(), ht.size()],
+    ]  # fmt: skip
     totals = [alone - 2**60 * ht.size(), small, floats, half, torch.from_numpy(array)]
     return [*([str(x.dtype), x.tolist()] for x in totals), one, number, type(array).__name__, message]
 

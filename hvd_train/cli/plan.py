@@ -121,6 +121,8 @@ def plan(
         config = load_config(path, sets)
     measuring.check(config)
     config = planning.with_batches(config, kind) if kind else config
+    if counts != [1] or slept:  # ranks of other hosts, real or imagined, share no weights
+        config = planning.unshared(config)
     cores = measuring.host_cores()
     wanted = measuring.placements(cores, config.threads, [n for n in on_host if n <= cores])
     start = measuring.on_ranks("auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -55,6 +56,7 @@ class StateTree(NamedArrays):
     _sample: Sample
     queued: Sequence[Any] = ()
     axes = ""
+    sharded_from = sys.maxsize
     whole: Tree = {}  # of a model split into pipeline stages
     frozen: Collection[str] = ()  # canonical names
     fixed: Collection[str] = ()

@@ -171,6 +171,14 @@ def with_batches(config: Config, kind: str) -> Config:
     return load_config(base=config.model_dump(mode="json") | keys)
 
 
+def unshared(config: Config) -> Config:
+    """Return the configuration with ``optim.sharded: auto`` as it is on several hosts."""
+    data = config.model_dump(mode="json")
+    if config.optim.sharded == "auto":
+        data["optim"]["sharded"] = False
+    return load_config(base=data)
+
+
 def total_steps(config: Config, samples: int, ranks: int) -> int:
     """Return the steps of the configured training on so many ranks. ``max_steps`` is that of one rank: on more, the
     steps are as many as use the same samples."""

@@ -19,7 +19,8 @@ from hvd_train.update.gradient_norms import GradientNorms
 from hvd_train.update.parameter_groups import ParameterGroups, TensorSettings
 from hvd_train.update.state import read
 
-SHARDED_FROM = 1_000_000  # weights, from which ``optim.sharded: auto`` shards
+# ``optim.sharded: auto`` shards on hosts of so many ranks: with more, each waits for each in every step.
+SHARDED_RANKS = range(2, 9)
 
 
 def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0) -> tuple[Update, str]:
@@ -74,8 +75,8 @@ def _spec_and_memory(job: Job, user_hooks: bool) -> tuple[ModeSpec, HostMemory |
     entries = sum(spec.size for spec in frontend.specs())
     if (
         config.optim.sharded == "auto"
-        and frontend.groups.data.size > 1
-        and entries >= SHARDED_FROM
+        and frontend.groups.data.size in SHARDED_RANKS
+        and entries >= frontend.sharded_from
         and not user_hooks
         and all(key != "optim.sharded" for key, _ in refused(sharded))
     ):

@@ -155,7 +155,12 @@ class Parameters(Model, Protocol):
 
 
 class Shardable(Parameters, Protocol):
-    """Trainable tensors of which each rank can update a part (``optim.sharded``)."""
+    """Trainable tensors of which each rank can update a part (``optim.sharded``).
+
+    ``sharded_from``: the number of weights from which that is faster on one host.
+    """
+
+    sharded_from: int
 
     def host_memory(self, auto: bool = False) -> HostMemory | None:
         """Set up shared memory among the ranks of a host; None if they cannot. All ranks of ``groups.data`` call it.

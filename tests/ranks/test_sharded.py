@@ -105,3 +105,47 @@ def test_a_model_that_changes_its_weights_is_refused_and_the_cure_works(tmp_path
                 err
             )
             assert err.endswith("set HVD_TRAIN_HOST_MEMORY=0 in the environment\n") and err.count("\n") == 1
+
+
+LARGE = {"pytorch": [900, 1000], "tensorflow": [2000, 2500]}  # above sharded_from
+
+
+@pytest.mark.parametrize("framework", LARGE)
+def test_auto_shards_large_models_on_one_host_with_the_numbers_of_whole_slots(tmp_path, framework):
+    sets = (f"framework={framework}", f"model={{name: mlp, hidden: {LARGE[framework]}}}", "max_steps=6")
+    told = {}
+    for name, more in {"auto": {}, "apart": {"HVD_TRAIN_HOST_MEMORY": "0"}}.items():
+        words = [word for one in (*KEYS, *sets) for word in ("--set", one)]
+        told[name] = run("fit", "-c", str(TINY), "--run-dir", str(tmp_path / name), "-np", "2", *words, **more)
+    assert "optim.sharded: auto: the ranks share one copy of the " in told["auto"].stdout + told["auto"].stderr
+    assert "optim.sharded" not in told["apart"].stdout + told["apart"].stderr
+    auto, apart = (
+        load_file(next((tmp_path / name / "checkpoints").glob("step-*06")) / "optimizer.safetensors") for name in told
+    )
+    assert auto.keys() == apart.keys()
+    for key, x in apart.items():
+        np.testing.assert_allclose(auto[key], x, rtol=1e-9, atol=1e-14, err_msg=key)
+
+
+def test_auto_leaves_models_alone_that_may_change_their_weights(tmp_path):
+    """The change is in a helper of the model's file, which the words in it show."""
+    layers = "torch.nn.Linear(64, 1000), torch.nn.ReLU(), torch.nn.Linear(1000, 1000), torch.nn.Linear(1000, 10)"
+    changing = CHANGING.replace("torch.nn.Linear(64, 10)", f"torch.nn.Sequential({layers})")
+    changing = changing.replace("self.linear.weight", "self.linear[0].weight")
+    (tmp_path / "changing.py").write_text(changing)
+    words = [word for one in ("model={name: 'changing:model'}", "max_steps=3") for word in ("--set", one)]
+    ended, out, err = Job("-np", tmp_path, *settings(tmp_path / "run"), *words).end()
+    assert ended == 0, err
+    assert "optim.sharded: auto: not sharded, because changing (no_grad) may change weights" in out + err
+
+
+def test_a_change_of_data_is_seen(tmp_path):
+    """``p.data.mul_`` counts as no change of the parameter; the bits show it."""
+    (tmp_path / "changing.py").write_text(CHANGING.replace("weight.mul_(0.999)", "weight.data.mul_(0.999)"))
+    words = [
+        word
+        for one in ("model={name: 'changing:model'}", "optim.sharded=true", "max_steps=3")
+        for word in ("--set", one)
+    ]
+    ended, _, err = Job("-np", tmp_path, *settings(tmp_path / "run"), *words).end()
+    assert ended == 2 and err.startswith("error[rank 0]: the model changes its own weights"), err

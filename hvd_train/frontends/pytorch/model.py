@@ -66,6 +66,7 @@ CHANGES_WEIGHTS = re.compile(
 
 class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
     packing = Packing(bucket_bytes=4 << 20, alone_bytes=4 << 20)
+    sharded_from = 1_000_000
     _compiled: Compiled | None = None
     _capacity = 0  # the most rows of a batch of this rank
 
@@ -298,7 +299,8 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         changed = [name for flat in self._flats for name in flat.take_back()]
         if self._host is None:
             return
-        if changed or self._changes() != self._known_changes or self._known_bits not in (None, self._bits()):
+        counted = changed or self._changes() != self._known_changes
+        if counted or (self._known_bits is not None and self._known_bits != self._bits()):
             raise ConfigError(CHANGED_BY_MODEL, where="optim.sharded", fix=UNSHARE, common=True)
 
     def _check_none_is_late(self) -> None:

@@ -75,6 +75,7 @@ CHANGES_WEIGHTS = re.compile(r"assign|set_weights|load_weights|\.value\b|\.numpy
 
 
 class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
+    sharded_from = 5_000_000  # a step calls Python from its graph to wait
     _cuts_padding = False
     _chain: Sequence[Any]  # what a training step calls one after the other: the model
 

@@ -243,8 +243,8 @@ def reduce(values: Any, op: str = "mean") -> Any:
     """Return the mean over ranks of tensors, arrays or numbers, in lists or dicts, or their sum with op="sum".
 
     Works eagerly and in a ``tf.function``; call it on all ranks. Python's numbers and the mean of integers have 64
-    bits, floats of 16 bits get 32. The sum of integers is exact: int32 for int32, else int64. Raises ConfigError if it may need more bits, in a
-    ``tf.function`` InvalidArgumentError.
+    bits, floats of 16 bits get 32. The sum of integers is exact: int32 for int32, else int64. Raises ConfigError if it
+    may need more bits, in a ``tf.function`` InvalidArgumentError.
     """
     world, backend = opened()
     graph = backend.graph()

@@ -1,0 +1,38 @@
+"""Which code may change weights by itself (frontends/changing_code.py)."""
+
+from __future__ import annotations
+
+import abc
+import re
+from functools import partial
+
+import pytest
+
+from hvd_train.frontends.changing_code import changing_code
+from tests.frontends import changing_models
+
+WORDS = re.compile(r"no_grad")
+HERE = "tests.frontends.changing_models"
+
+
+class Derived(changing_models.Changing):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ([dict, abc.ABC, Exception], ""),
+        ([changing_models.Changing], f"{HERE} (no_grad)"),
+        ([int, partial(partial(changing_models.helper))], f"{HERE} (no_grad)"),
+        ([type("Made", (), {"__module__": "nowhere"})], "nowhere"),
+        ([re.Pattern], ""),
+    ],
+)
+def test_modules_are_read(code, found):
+    assert changing_code(code, ("re",), WORDS) == found
+
+
+def test_bases_count():
+    assert changing_code([Derived], ("tests",), WORDS) == ""
+    assert changing_code([Derived], (), re.compile("def helper")) == f"{HERE} (def helper)"

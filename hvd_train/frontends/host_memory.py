@@ -230,6 +230,10 @@ def _memory_key(rank: int) -> str:
     wanted = os.environ.get(VARIABLE, "1")
     if wanted == "0":
         return ""
+    try:  # a sandbox may forbid it
+        os.close(os.memfd_create("hvd-train-probe", os.MFD_CLOEXEC))
+    except OSError:
+        return ""
     return f"{host_key()} {rank // int(wanted)}" if wanted.isdecimal() and int(wanted) > 1 else host_key()
 
 

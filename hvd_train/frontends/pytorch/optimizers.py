@@ -23,6 +23,7 @@ from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.update import layerwise as formulas
 from hvd_train.update.parameter_groups import TensorSettings, rule_of, step_key
 
+BLOCK = 1 << 15  # entries
 Tensors = list[torch.Tensor]
 Total = formulas.Total
 
@@ -100,18 +101,35 @@ class FormulaKernel:
             now, rate = (x.to(device) if isinstance(x, torch.Tensor) else x for x in (t, learning_rate))
             return now, rate, self.options, self.ops.at(device)
 
-        results: Iterable[Any] = (
-            self._formula(w, g, old, *there(w.device)) for w, g, *old in zip(weights, gradients, *slots, strict=True)
-        )
-        if self.per_tensor and total:
+        tensors: Iterable[Any] = zip(weights, gradients, *slots, strict=True)
+        if not self.per_tensor:
+            for block in (block for one in tensors for block in _blocks(one)):
+                w, g, *old = block
+                _take(w, old, self._formula(w, g, old, *there(w.device)))
+            return
+        results: Iterable[Any] = (self._formula(w, g, old, *there(w.device)) for w, g, *old in tensors)
+        if total:
             results = formulas.side_by_side([*results], total)
-        elif self.per_tensor:
+        else:
             # One tensor at a time, which needs the least memory.
             results = (formulas.side_by_side([one], formulas.whole)[0] for one in results)
-        for weight, old, (loss, *new) in zip(weights, zip(*slots, strict=True), results, strict=True):
-            weight.sub_(loss)
-            for slot, value in zip(old, new, strict=True):
-                slot.copy_(value)
+        for weight, old, result in zip(weights, zip(*slots, strict=True), results, strict=True):
+            _take(weight, old, result)
+
+
+def _blocks(tensors: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
+    """Yield tensors of one shape in blocks, whose temporaries stay in a core's cache; on a GPU each as a whole."""
+    if tensors[0].is_cuda or not all(x.is_contiguous() for x in tensors):
+        return [tensors]
+    return zip(*(x.view(-1).split(BLOCK) for x in tensors), strict=True)
+
+
+def _take(weight: torch.Tensor, slots: Iterable[torch.Tensor], result: Sequence[torch.Tensor]) -> None:
+    """Change a weight and its slots by the result of a formula."""
+    loss, *new = result
+    weight.sub_(loss)
+    for slot, value in zip(slots, new, strict=True):
+        slot.copy_(value)
 
 
 KERNELS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": Adam}

@@ -131,9 +131,7 @@ def test_auto_leaves_models_alone_that_may_change_their_weights(tmp_path):
     """The change is in a helper of the model's file, which the words in it show."""
     layers = "torch.nn.Linear(64, 1000), torch.nn.ReLU(), torch.nn.Linear(1000, 1000), torch.nn.Linear(1000, 10)"
     changing = CHANGING.replace("torch.nn.Linear(64, 10)", f"torch.nn.Sequential({layers})")
-    changing = changing.replace(
-        "self.linear.weight.mul_(0.999)", "self.linear[0].weight.mul_(0.999 if self.training else 1)"
-    )
+    changing = changing.replace("linear.weight", "linear[0].weight").replace("(0.999)", "(1 - 0.001 * self.training)")
     (tmp_path / "changing.py").write_text(changing)
     words = [word for one in ("model={name: 'changing:model'}", "max_steps=3") for word in ("--set", one)]
     ended, out, err = Job("-np", tmp_path, *settings(tmp_path / "run"), *words).end()

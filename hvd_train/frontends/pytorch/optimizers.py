@@ -103,9 +103,8 @@ class FormulaKernel:
 
         tensors: Iterable[Any] = zip(weights, gradients, *slots, strict=True)
         if not self.per_tensor:
-            for block in (block for one in tensors for block in _blocks(one)):
-                w, g, *old = block
-                _take(w, old, self._formula(w, g, old, *there(w.device)))
+            for w, g, *here in (block for one in tensors for block in _blocks(one)):
+                _take(w, here, self._formula(w, g, here, *there(w.device)))
             return
         results: Iterable[Any] = (self._formula(w, g, old, *there(w.device)) for w, g, *old in tensors)
         if total:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 # Packages whose code changes no weights: ours, and Python's classes from which others are derived.
 HARMLESS = ("hvd_train", "builtins", "abc", "typing")
@@ -28,6 +29,13 @@ def changing_code(code: Iterable[Callable], harmless: Iterable[str], words: re.P
             if found:
                 return f"{name} ({found.group()})"
     return ""
+
+
+def of_layers(layers: Iterable[Any]) -> Iterator[Callable]:
+    """Yield the classes of layers, and the functions that are attributes of a layer, such as another ``forward``."""
+    for layer in layers:
+        yield type(layer)
+        yield from (x for x in vars(layer).values() if inspect.isroutine(x) or isinstance(x, partial))
 
 
 def _wrapped(function: Callable) -> Callable:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from hvd_train.frontends.changing_code import changing_code
+from hvd_train.frontends.changing_code import changing_code, of_layers
 from tests.frontends import changing_models
 
 WORDS = re.compile(r"no_grad")
@@ -31,6 +31,12 @@ class Derived(changing_models.Changing):
 )
 def test_modules_are_read(code, found):
     assert changing_code(code, ("re",), WORDS) == found
+
+
+def test_functions_of_a_layer_are_looked_at():
+    layer = Derived()
+    layer.forward, layer.width, layer.act = changing_models.helper, 3, len
+    assert [*of_layers([layer])] == [Derived, changing_models.helper, len]
 
 
 def test_bases_count():

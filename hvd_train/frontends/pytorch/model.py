@@ -19,7 +19,7 @@ from hvd_train.config import FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import StateTree
-from hvd_train.frontends.changing_code import changing_code
+from hvd_train.frontends.changing_code import changing_code, of_layers
 from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import CHANGED_BY_MODEL, UNSHARE, HostMemory
 from hvd_train.frontends.named_arrays import TensorLayout, layouts_of
@@ -269,7 +269,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
 
     def may_change_weights(self) -> str:
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        code: list[Callable] = [type(layer) for layer in self.model.modules()]
+        code = [*of_layers(self.model.modules())]
         code += [hook for layer in self.model.modules() for name in hooks for hook in getattr(layer, name).values()]
         code += [self.task.step.function] if self.task.step else []
         return changing_code(code, ("torch",), CHANGES_WEIGHTS)

@@ -21,7 +21,7 @@ from hvd_train.config import FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends.base import StateTree
-from hvd_train.frontends.changing_code import changing_code
+from hvd_train.frontends.changing_code import changing_code, of_layers
 from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import HostMemory
 from hvd_train.frontends.named_arrays import TensorLayout, layouts_of
@@ -209,7 +209,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         layers = list(self.model._flatten_layers())
         if any(isinstance(layer, keras.layers.SpectralNormalization) for layer in layers):
             return "SpectralNormalization"
-        code = [type(layer) for layer in layers] + ([self.task.step.function] if self.task.step else [])
+        code = [*of_layers(layers)] + ([self.task.step.function] if self.task.step else [])
         return changing_code(code, ("keras", "tensorflow"), CHANGES_WEIGHTS)
 
     def connect(self, update: StepUpdate) -> Optimizer:

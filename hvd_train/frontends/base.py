@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,16 @@ class StateTree(NamedArrays):
     def run_queued(self) -> None:
         """Run queued steps. Most front-ends queue none."""
         return
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Put weights and statistics back at the end, which passes that only try the model may change."""
+        before = {key: np.array(read()) for key, read in self._readers().items()}
+        try:
+            yield
+        finally:
+            now = self._readers()
+            self._assign({key: x for key, x in before.items() if not np.array_equal(x, now[key](), equal_nan=True)})
 
     def host_memory(self, auto: bool = False) -> HostMemory | None:
         return None

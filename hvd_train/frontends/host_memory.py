@@ -20,16 +20,19 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from hvd_train.errors import SOME_RANK, LostRankError
 from hvd_train.launch.status import host_key
 from hvd_train.protocol import Communicator, Tensor, allgather_json
 
 # 0: no shared memory. K > 1: each K consecutive ranks count as one host.
 VARIABLE = "HVD_TRAIN_HOST_MEMORY"
-# For a model that changes weights in its forward pass: each rank would repeat the change.
+# For a Keras model that changes weights in its forward pass.
 CHANGED_BY_MODEL = "the model changes its own weights, which ranks of one host share"
-UNSHARE = f"set {VARIABLE}=0 in the environment"
+UNSHARE = f"set optim.sharded: false; or {VARIABLE}=0 in the environment, with true"
 CONNECT_SECONDS = 30.0
+PAGEMAP = "/proc/self/pagemap"
 ALIGN = 64  # bytes; each array begins at a multiple
 MESSAGE = struct.Struct("<I")
 CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: pid, user, group
@@ -90,6 +93,14 @@ class HostMemory:
 
     def allocate(self, lengths: Sequence[int]) -> list[mmap.mmap]:
         """Make a region of ``lengths[k]`` bytes on each rank k; return the regions of all ranks, in rank order."""
+        regions = []
+        for length, descriptor in zip(lengths, self._descriptors(lengths), strict=True):
+            regions.append(mmap.mmap(descriptor, max(length, 1)))
+            os.close(descriptor)
+        return regions
+
+    def _descriptors(self, lengths: Sequence[int]) -> list[int]:
+        """Make a file in memory of ``lengths[k]`` bytes on each rank k; return those of all ranks, to be closed."""
         mine = os.memfd_create("hvd-train-host", os.MFD_CLOEXEC)
         os.ftruncate(mine, max(lengths[self.rank], 1))
         for peer in self._peers.values():
@@ -97,12 +108,7 @@ class HostMemory:
                 socket.send_fds(peer, [b"memory"], [mine])
             except OSError as error:
                 raise LostRankError(f"{SOME_RANK} was lost") from error
-        regions = []
-        for rank, length in enumerate(lengths):
-            descriptor = mine if rank == self.rank else self._receive_descriptor(rank)
-            regions.append(mmap.mmap(descriptor, max(length, 1)))
-            os.close(descriptor)
-        return regions
+        return [mine if rank == self.rank else self._receive_descriptor(rank) for rank in range(len(lengths))]
 
     def _receive_descriptor(self, rank: int) -> int:
         while True:
@@ -114,15 +120,36 @@ class HostMemory:
             self._received[rank][MESSAGE.unpack(word)[0]] += 1  # a message of the previous sum
 
     def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return flat tensors in memory common to all ranks, with the values of rank 0's ``tensors``."""
+        """Return flat tensors in memory common to all ranks, with the values of rank 0's ``tensors``.
+
+        ``copies`` has the same tensors for reading; what this rank writes to them, it alone sees.
+        """
         starts = offsets([x.nbytes for x in tensors])
-        memory = self.allocate([starts[-1] if rank == 0 else 0 for rank in range(self.size)])[0]
-        common = [self._view(memory, x.dtype, len(x), start) for x, start in zip(tensors, starts, strict=False)]
+        length = max(starts[-1], 1)
+        descriptors = self._descriptors([length if rank == 0 else 0 for rank in range(self.size)])
+        memory = mmap.mmap(descriptors[0], length)
+        own = mmap.mmap(descriptors[0], length, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        common, copies = (
+            [self._view(part, x.dtype, len(x), start) for x, start in zip(tensors, starts, strict=False)]
+            for part in (memory, own)
+        )
+        self.copies = Copies(own, copies)
+        self._posts = self.allocate([8] * self.size)
         if self.rank == 0:
             for place, x in zip(common, tensors, strict=True):
                 place[:] = x
         self.barrier("shared")
         return common
+
+    def post(self, number: int) -> None:
+        """Show a number of 64 bits to the other ranks, after the next barrier."""
+        self._posts[self.rank][:] = number.to_bytes(8, "little")
+
+    def posted(self) -> list[int]:
+        """Return the numbers of all ranks; they may post the next one after a further barrier."""
+        return [int.from_bytes(one[:], "little") for one in self._posts]
 
     # ---- messages
 
@@ -173,6 +200,38 @@ class HostMemory:
         """Allocate memory for sums of flat tensors, the k-th of at most ``lengths[k]`` bytes."""
         starts = offsets(lengths)
         return HostSums(self, self.allocate([starts[-1]] * self.size), starts, self._view)
+
+
+class Copies:
+    """Flat tensors over the memory that ranks share, mapped copy-on-write: a page that this rank writes is its own.
+
+    So code of a user that changes weights changes them on this rank, as if each rank had its own.
+    """
+
+    def __init__(self, memory: mmap.mmap, tensors: list[Tensor]) -> None:
+        self.tensors, self._memory = tensors, memory
+        self._first = np.frombuffer(memory, np.uint8).ctypes.data // mmap.PAGESIZE
+        self._pages = -(-len(memory) // mmap.PAGESIZE)
+
+    def changed(self) -> bool:
+        """Return whether this rank has written to any page. It takes 4 us for each MB."""
+        with open(PAGEMAP, "rb", buffering=0) as pages:
+            entries = np.frombuffer(os.pread(pages.fileno(), 8 * self._pages, 8 * self._first), np.uint64)
+        # proc(5): a page that is there (bit 63) or swapped out (62), and of no file (61).
+        return bool((((entries >> np.uint64(61)) & np.uint64(1)) < ((entries >> np.uint64(62)) > 0)).any())
+
+    def drop(self) -> None:
+        """Give up this rank's own pages: the tensors have the common values again."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
+
+
+def pages_are_known() -> bool:
+    """Return whether the kernel says which pages of this process are its own."""
+    try:
+        with open(PAGEMAP, "rb", buffering=0) as pages:
+            return len(pages.read(8)) == 8
+    except OSError:
+        return False
 
 
 class HostSums:

@@ -68,7 +68,8 @@ def _outputs(job: Job, inputs: Fields, labels: Fields, losses: dict[str, str]) -
     """Yield (output, its values) for each of these losses."""
     count = len(next(iter(inputs.values())))
     batch = Batch(inputs, labels, np.ones(count, np.float32), np.arange(count))
-    outputs = job.frontend.predict(job.frontend.to_device(batch))
+    with job.frontend.untouched():  # this rank alone runs the model
+        outputs = job.frontend.predict(job.frontend.to_device(batch))
     for name in losses:
         its = outputs.get(name) if name and isinstance(outputs, dict) else outputs
         its = one_or_all(its) if isinstance(its, dict) else its

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -239,6 +240,9 @@ class Evaluable(FrontEndPart, Protocol):
 
     def predict(self, placed: Any) -> np.ndarray:
         """Return logits (at least count, ..., num_classes) float, one row for each label; padding may follow."""
+
+    def untouched(self) -> AbstractContextManager[None]:
+        """Put weights and statistics back at the end, which passes that only try the model may change."""
 
 
 class Runtime(Protocol):

@@ -146,6 +146,11 @@ class Task:
         return bool(self._remark) or any(one.compares for one in self._functions)
 
     @property
+    def functions(self) -> list[Any]:
+        """Return the user's functions: losses, metrics and the step."""
+        return [*(one.function for one in self._functions), *([self.step.function] if self.step else [])]
+
+    @property
     def _functions(self) -> list[UserFunction]:
         each = [
             (one.user_loss, *(getattr(x, "function", None) for x in one.metrics.values())) for one in self.objectives

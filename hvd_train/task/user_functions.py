@@ -31,11 +31,11 @@ class UserFunction:
 
     def __init__(self, key: str, name: str, function: Callable[..., Any] | None = None) -> None:
         self.where = f"{key}: {name}"
-        self._function = function or user_function(name, self.where)
-        if isinstance(self._function, type):
+        self.function = function or user_function(name, self.where)
+        if isinstance(self.function, type):
             fix = "name a function, or an object of it that a module of yours makes"
-            raise ConfigError(f"{self._function.__name__} is a class, not a function", where=self.where, fix=fix)
-        self._labels_first = _is_of_keras(self._function)
+            raise ConfigError(f"{self.function.__name__} is a class, not a function", where=self.where, fix=fix)
+        self._labels_first = _is_of_keras(self.function)
         # Set by ``probe``: a remark, and whether the value of a sample depends on others in its batch.
         self.remark, self.compares = "", False
 
@@ -98,13 +98,13 @@ class UserFunction:
 
     def _weighs_classes(self, labels: Any, ops: Ops) -> bool:
         """Return whether it is a PyTorch loss with class weights, whose own mean divides by the sum of weights."""
-        weighs = self.ignored is not None and getattr(self._function, "weight", None) is not None
+        weighs = self.ignored is not None and getattr(self.function, "weight", None) is not None
         return weighs and not isinstance(labels, Mapping) and ops.to_numpy(labels).dtype.kind in "iu"
 
     @property
     def ignored(self) -> int | None:
         """Return the label that a PyTorch or Keras loss ignores (it returns 0 there), or None."""
-        number = getattr(self._function, "ignore_index", getattr(self._function, "ignore_class", None))
+        number = getattr(self.function, "ignore_index", getattr(self.function, "ignore_class", None))
         return number if isinstance(number, int) else None
 
     def _compares(self, outputs: Any, labels: Any, ops: Ops) -> bool:
@@ -133,7 +133,7 @@ class UserFunction:
 
     def _call(self, outputs: Any, labels: Any) -> tuple[Tensor, Tensor | None]:
         try:
-            answer = self._function(labels, outputs) if self._labels_first else self._function(outputs, labels)
+            answer = self.function(labels, outputs) if self._labels_first else self.function(outputs, labels)
         except Exception as error:
             fix = f"it is called with outputs {_shapes(outputs)} and labels {_shapes(labels)}"
             raise ConfigError(f"the function failed: {named_reason(error)}", where=self.where, fix=fix) from error

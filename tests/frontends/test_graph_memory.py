@@ -46,7 +46,7 @@ def test_an_assigned_variable_hands_its_values_on_and_reads_again(common):
     assert not refreshed
     first = common.variables[0]
     first.assign(np.full((2, 3), 7.0))
-    common.assigned = True
+    common.assigned = {v.path for v in common.variables}
     common.attach()
     assert refreshed == [True] and common._arrays[0].tolist() == [7] * 6
     common._arrays[0][0] = 8

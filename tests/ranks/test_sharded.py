@@ -92,19 +92,29 @@ def model(**shape):
 """
 
 
-def test_a_model_that_changes_its_weights_is_refused_and_the_cure_works(tmp_path):
-    (tmp_path / "changing.py").write_text(CHANGING)
-    sets = ("model={name: 'changing:model'}", "optim.sharded=true", "max_steps=3")
+@pytest.mark.parametrize("change", ["mul_(0.999)", "data.mul_(0.999)", "data = self.linear.weight.data * 0.999"])
+def test_a_model_that_changes_its_weights_trains_as_where_no_memory_is_shared(tmp_path, change):
+    """Each rank makes the change in pages of its own, and it counts once. Also the one in the last evaluation."""
+    (tmp_path / "changing.py").write_text(CHANGING.replace("mul_(0.999)", change))
+    sets = ("model={name: 'changing:model'}", "optim.sharded=true", "max_steps=3", "precision=64")
     words = [word for one in sets for word in ("--set", one)]
-    for shares, code in (("1", 2), ("0", 0)):
+    for shares in ("1", "0"):
         job = Job("-np", tmp_path, *settings(tmp_path / shares), *words, HVD_TRAIN_HOST_MEMORY=shares)
         ended, _, err = job.end()
-        assert ended == code, err
-        if code:
-            assert err.startswith("error[rank 0]: the model changes its own weights, which ranks of one host share"), (
-                err
-            )
-            assert err.endswith("set HVD_TRAIN_HOST_MEMORY=0 in the environment\n") and err.count("\n") == 1
+        assert ended == 0, err
+    shared, apart = (
+        load_file(next((tmp_path / one / "checkpoints").glob("step-*3")) / "weights.safetensors") for one in "10"
+    )
+    for key, x in apart.items():
+        np.testing.assert_allclose(shared[key], x, rtol=1e-12, err_msg=key)
+
+
+def test_changes_that_differ_between_ranks_are_refused(tmp_path):
+    change = "mul_(0.9 + 0.01 * float(x.mean()))"
+    (tmp_path / "changing.py").write_text(CHANGING.replace("mul_(0.999)", change))
+    words = [word for one in ("model={name: 'changing:model'}", "optim.sharded=true") for word in ("--set", one)]
+    ended, _, err = Job("-np", tmp_path, *settings(tmp_path / "run"), *words).end()
+    assert ended == 2 and "changes its weights, and differently on each rank; model.name: changing:model; let" in err
 
 
 LARGE = {"pytorch": [1000, 1000], "tensorflow": [2000, 2500]}  # above sharded_from
@@ -127,25 +137,32 @@ def test_auto_shards_large_models_on_one_host_with_the_numbers_of_whole_slots(tm
         np.testing.assert_allclose(auto[key], x, rtol=1e-9, atol=1e-14, err_msg=key)
 
 
-def test_auto_leaves_models_alone_that_may_change_their_weights(tmp_path):
-    """The change is in a helper of the model's file, which the words in it show."""
-    layers = "torch.nn.Linear(64, 1000), torch.nn.ReLU(), torch.nn.Linear(1000, 1000), torch.nn.Linear(1000, 10)"
-    changing = CHANGING.replace("torch.nn.Linear(64, 10)", f"torch.nn.Sequential({layers})")
-    changing = changing.replace("linear.weight", "linear[0].weight").replace("(0.999)", "(1 - 0.001 * self.training)")
-    (tmp_path / "changing.py").write_text(changing)
-    words = [word for one in ("model={name: 'changing:model'}", "max_steps=3") for word in ("--set", one)]
+KERAS = """
+import keras
+
+class Changing(keras.layers.Layer):
+    def build(self, shape):
+        self.dense = keras.layers.Dense(2500)
+        self.dense.build(shape)
+
+    def call(self, x):
+        self.dense.kernel.assign(self.dense.kernel * 0.99)
+        return self.dense(x)
+
+def model(input_shape, num_classes):
+    flat = [keras.Input(input_shape), keras.layers.Flatten()]
+    return keras.Sequential([*flat, keras.layers.Dense(2000), Changing(), keras.layers.Dense(num_classes)])
+"""
+
+
+def test_auto_leaves_keras_models_alone_that_may_change_their_weights_and_true_refuses_them(tmp_path):
+    (tmp_path / "changing.py").write_text(KERAS)
+    sets = ("model={name: 'changing:model'}", "framework=tensorflow", "max_steps=3")
+    words = [word for one in sets for word in ("--set", one)]
     ended, out, err = Job("-np", tmp_path, *settings(tmp_path / "run"), *words).end()
     assert ended == 0, err
-    assert "optim.sharded: auto: not sharded, because changing (no_grad) may change weights" in out + err
-
-
-def test_a_change_of_data_is_seen(tmp_path):
-    """``p.data.mul_`` counts as no change of the parameter; the bits show it."""
-    (tmp_path / "changing.py").write_text(CHANGING.replace("weight.mul_(0.999)", "weight.data.mul_(0.999)"))
-    words = [
-        word
-        for one in ("model={name: 'changing:model'}", "optim.sharded=true", "max_steps=3")
-        for word in ("--set", one)
-    ]
-    ended, _, err = Job("-np", tmp_path, *settings(tmp_path / "run"), *words).end()
-    assert ended == 2 and err.startswith("error[rank 0]: the model changes its own weights"), err
+    assert "optim.sharded: auto: not sharded, because changing (assign) may change weights" in out + err
+    words += ["--set", "optim.sharded=true", "--set", f"run_dir={tmp_path / 'other'}"]
+    ended, _, err = Job("-np", tmp_path, *settings(tmp_path / "other"), *words).end()
+    assert ended == 2 and "the model changes its own weights, which ranks of one host share" in err
+    assert "set optim.sharded: false" in err

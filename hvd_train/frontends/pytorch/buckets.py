@@ -49,29 +49,27 @@ class Flat:
         self._joined = deque((x, self.views(x)) for x in joined)
         self.move_to(self.weight)
 
-    def move_to(self, weight: torch.Tensor) -> None:
-        """Replace the flat weight; the parameters take its values."""
+    def move_to(self, weight: torch.Tensor, seen: torch.Tensor | None = None) -> None:
+        """Replace the flat weight, whose values parameters take. ``seen``: the same memory in a view of their own."""
         self.weight = weight
         # The optimizer updates the flat weight, and so all parameters at once.
-        self._places = self.views(weight)
+        self._places = self.views(weight if seen is None else seen)
         for p, w in zip(self.parameters, self._places, strict=True):
             p.data, p.grad = w, None
         self._addresses = [w.data_ptr() for w in self._places]
 
     @torch.no_grad()
-    def take_back(self) -> list[str]:
+    def take_back(self) -> None:
         """Take the values of parameters that got other memory, as by ``p.data = x`` in a model's forward.
 
-        They are views of the flat weight again. Returns their names. Raises ConfigError for another shape.
+        They are views of the flat weight again. Raises ConfigError for another shape.
         """
         moved = [p.data_ptr() != address for p, address in zip(self.parameters, self._addresses, strict=True)]
-        names = [name for name, one in zip(self.names, moved, strict=True) if one]
         for name, p, place in compress(zip(self.names, self.parameters, self._places, strict=True), moved):
             if p.shape != place.shape:
                 what = f"{name} of the shape {tuple(place.shape)} was replaced by one of {tuple(p.shape)}"
                 raise ConfigError(what, where="the model's code", fix="keep the shape, as with p.data.copy_(x)")
             p.data = place.copy_(p.data)
-        return names
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,10 +17,9 @@ from torch.nn.parameter import is_lazy
 from hvd_train.config import FrontEndConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
-from hvd_train.frontends.base import StateTree
-from hvd_train.frontends.changing_code import changing_code, of_layers
+from hvd_train.frontends.base import StateTree, checksum
 from hvd_train.frontends.devices import overlaps
-from hvd_train.frontends.host_memory import CHANGED_BY_MODEL, UNSHARE, HostMemory
+from hvd_train.frontends.host_memory import HostMemory, pages_are_known
 from hvd_train.frontends.named_arrays import TensorLayout, layouts_of
 from hvd_train.frontends.pytorch import batchnorm, embeddings, linear, recompute
 from hvd_train.frontends.pytorch.blocks import joined
@@ -54,14 +52,9 @@ from hvd_train.task.step import converted
 from hvd_train.task.task import Task
 from hvd_train.update.overlap import Overlap
 
-WORDS = {4: torch.int32, 8: torch.int64}  # {bytes of a weight: whole numbers of its size}
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
 UNTAKEN = (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError)  # what a model raises
 IN_TRAINING = attrgetter("training")
-# What code needs that changes weights in place, be it in ``forward``.
-CHANGES_WEIGHTS = re.compile(
-    r"(?<!utils)\.data\b|no_grad|inference_mode|set_grad_enabled|\bdetach|\.numpy\(|storage\(|dlpack|\.set_\("
-)
 
 
 class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
@@ -107,23 +100,23 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         if not self._trainable:
             raise ConfigError("the model has no trainable parameter", where=f"model.name: {config.model.name}")
         self._fixed = {n: t for n, t in named.items() if n not in self._trainable}
-        parts = {name: name.rpartition(".") for name in named}
+        layers, parts = dict(self.model.named_modules()), {name: name.rpartition(".") for name in named}
         # {name: (layer, attribute)}
-        self._places = {n: (self.model.get_submodule(path), leaf) for n, (path, _, leaf) in parts.items()}
+        self._places = {n: (layers[path], leaf) for n, (path, _, leaf) in parts.items()}
         # Looked up in each step, so (the layer's parameters, attribute, weight) for 60 ns each.
         self._weight_places = [
             (owner._parameters, leaf, self._trainable[name])
             for name, (owner, leaf) in self._places.items()
             if name in self._trainable and not isinstance(owner, torch.jit.ScriptModule)
         ]
-        self._channels_last = self._takes_channels_last()
         self._flats: list[Flat] = []
         self._fixed_layers: Sequence[torch.nn.Module] = ()
         self._handles: list[Any] = []  # of backward hooks
         self._host: HostMemory | None = None
-        self._known_changes, self._steps = 0, 0
-        self._known_bits: int | None = None
-        self._probe_task(sample)
+        self._stepped = self._changed = False
+        with self.untouched():
+            self._channels_last = self._takes_channels_last()
+            self._probe_task(sample)
         self.task.own_loss = own_method(self.model, ["training_step"])
         if table:
             self._set(self._first_weights(self._trainable, config.seed))
@@ -263,16 +256,9 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
                 layer.dropout = 0.0
 
     def host_memory(self, auto: bool = False) -> HostMemory | None:
-        usable = self.device.type == "cpu" and not (auto and self.may_change_weights())
+        usable = self.device.type == "cpu" and pages_are_known()
         self._host = HostMemory.of(self.groups.data, in_memory, usable, one_host=auto)
         return self._host
-
-    def may_change_weights(self) -> str:
-        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        code = [*of_layers(self.model.modules())]
-        code += [hook for layer in self.model.modules() for name in hooks for hook in getattr(layer, name).values()]
-        code += [self.task.step.function] if self.task.step else []
-        return changing_code(code, ("torch",), CHANGES_WEIGHTS)
 
     def waited(self, fresh: bool = True) -> float:
         return self.groups.data.waited + (self._host.waited if self._host else 0.0)
@@ -280,28 +266,36 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
     def peak_device_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
-    def _changes(self) -> int:
-        """Count the in-place changes of weights by code other than the update."""
-        return sum(p._version for p in self._trainable.values())
-
-    def _bits(self) -> int:
-        """Add up the bits of all weights."""
-        return sum(int(flat.weight.view(WORDS[flat.weight.itemsize]).sum()) for flat in self._flats)
-
     def _check_changes(self) -> None:
-        """Take in weights that the model has changed. Raises ConfigError if ranks share them: each would do it."""
-        if not self._steps:
+        """Take in weights that the user's code has changed, before the update changes them."""
+        if not self._stepped:
             self._check_none_is_late()
+            self._stepped = True
         if replaced := [leaf for known, leaf, p in self._weight_places if known.get(leaf) is not p]:
             what = f"the model has replaced its '{replaced[0]}', a weight that is trained"
             fix = "make it a buffer, or change it in place, the same on all ranks"
             raise ConfigError(what, where=f"model.name: {self.config.model.name}", fix=fix, common=True)
-        changed = [name for flat in self._flats for name in flat.take_back()]
-        if self._host is None:
-            return
-        counted = changed or self._changes() != self._known_changes
-        if counted or (self._known_bits is not None and self._known_bits != self._bits()):
-            raise ConfigError(CHANGED_BY_MODEL, where="optim.sharded", fix=UNSHARE, common=True)
+        for flat in self._flats:
+            flat.take_back()
+        if self._host:
+            own = self._host.copies.tensors if self._host.copies.changed() else ()
+            # 0: nothing was changed. The update shows it to the other ranks.
+            self._host.post(sum(checksum(x.numpy()) for x in own) % 2**63 + 1 if own else 0)
+
+    @torch.no_grad()
+    def _take_changes(self) -> None:
+        """Take changes into the common weights, each rank in its part; no rank reads these now."""
+        assert self._host
+        posted = self._host.posted()
+        self._changed = any(posted)
+        if len(set(posted)) > 1:
+            what = "the model's code changes its weights, and differently on each rank"
+            fix = "let the change depend on nothing that differs between ranks, such as their samples"
+            raise ConfigError(what, where=f"model.name: {self.config.model.name}", fix=fix, common=True)
+        if self._changed:
+            for b, (flat, own) in enumerate(zip(self._flats, self._host.copies.tensors, strict=True)):
+                part = slice(*self._bounds(b))
+                flat.weight[part] = own[part]
 
     def _check_none_is_late(self) -> None:
         """Raise ConfigError if the model got a weight or buffer in its first step: nobody trains, saves or joins it."""
@@ -317,24 +311,23 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
                     fix = "make it in __init__, with its shape (torch.zeros(...))"
                     raise ConfigError(what, where=f"model.name: {self.config.model.name}", fix=fix, common=True)
 
-    def _note_weights(self) -> None:
-        """After the steps 1, 2, 4, 8, ... keep the bits of the weights, to see changes of ``.data`` too."""
-        self._steps += 1
-        self._known_bits = self._bits() if self._host and not self._steps & (self._steps - 1) else None
-
     def connect(self, update: StepUpdate) -> Optimizer:
+        self._host = None
         self._connect(update)
         return flat_optimizer(self.config.optim, self._flats, self.layouts, TorchOps(self.device))
 
     def connect_sharded(self, update: DividedUpdate) -> ShardedOptimizer:
         self._connect(update)
-        if update.host:
-            common = update.host.share([flat.weight for flat in self._flats])
-            for flat, weight in zip(self._flats, common, strict=True):
-                flat.move_to(weight)
-            self._known_changes, self._steps = self._changes(), 0
-            self._known_bits = self._bits()
-        return ShardedOptimizer(self.config.optim, self._flats, self.layouts, TorchOps(self.device), update)
+        if update.host is None:
+            self._host = None
+        if self._host:
+            common = self._host.share([flat.weight for flat in self._flats])
+            for flat, weight, own in zip(self._flats, common, self._host.copies.tensors, strict=True):
+                flat.move_to(weight, own)
+        optimizer = ShardedOptimizer(self.config.optim, self._flats, self.layouts, TorchOps(self.device), update)
+        if self._host:
+            self._bounds, optimizer.before = update.bounds, self._take_changes
+        return optimizer
 
     def _connect(self, update: StepUpdate) -> None:
         exact = self.config.exact and self.groups.data.size > 1
@@ -476,7 +469,8 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         if finite := self._unscale(unscale):
             self._check_changes()
             self.update.step(self._sent.finish(), learning_rate)
-            self._note_weights()
+            if self._host and self._changed:
+                self._host.copies.drop()
             self.update.begin()
         self._discard_gradients(handed_over=finite)
         return sums
@@ -595,7 +589,10 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         tensors = self._tensors()
         for key, array in arrays.items():
             tensors[key].copy_(torch.from_numpy(np.asarray(array)))
-        self._known_changes, self._known_bits = self._changes(), None
+        if self._host and self._host.copies.changed():  # all ranks assign the same
+            for flat, own in zip(self._flats, self._host.copies.tensors, strict=True):
+                flat.weight.copy_(own)
+            self._host.copies.drop()
 
 
 def configure(threads: int) -> None:

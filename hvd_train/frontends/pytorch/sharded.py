@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +37,8 @@ class Piece(NamedTuple):
 class ShardedOptimizer(ShardedSlots):
     """A kernel over pieces of tensors. Slots cover only these pieces."""
 
+    before: Callable[[], None] = staticmethod(lambda: None)  # called before a step changes weights
+
     def __init__(
         self,
         options: OptimConfig,
@@ -70,6 +72,7 @@ class ShardedOptimizer(ShardedSlots):
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
         """Update the weights. ``gradients``: (n,) of this rank's part of each bucket."""
+        self.before()
         weights = [w for bucket in self._weights for w in bucket]
         split = [
             part

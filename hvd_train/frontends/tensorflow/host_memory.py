@@ -93,7 +93,7 @@ class CommonWeights:
         self._memory, self.variables = memory, list(variables)
         self._arrays = memory.share([view(v.value).reshape(-1) for v in self.variables])
         self.refresh: Callable[[], None] = lambda: None
-        self.assigned = False  # by us, since ``attach``
+        self.assigned = set[str]()  # paths of variables, by us since ``attach``
         for variable, array in zip(self.variables, self._arrays, strict=True):
             self._attach(variable, array)
 
@@ -113,20 +113,20 @@ class CommonWeights:
         """Copy newly assigned values to the common memory, and attach the variables to it again.
 
         An assignment moves a variable to other memory, and so must be noticed before the next step. All ranks assign
-        the same values. Raises ConfigError if ``assigned`` is not set: then the model has changed its weights.
+        the same values. Raises ConfigError for one that is not in ``assigned``: the model has changed it.
         """
         refreshed = False
         for variable, array in zip(self.variables, self._arrays, strict=True):
             values = view(variable.value)
             # An empty array has no address.
             if array.size and values.ctypes.data != array.ctypes.data:
-                if not self.assigned:
+                if variable.path not in self.assigned:
                     what = f"{CHANGED_BY_MODEL} (as SpectralNormalization does)"
                     raise ConfigError(what, where=f"optim.sharded: {variable.path}", fix=UNSHARE, common=True)
                 array[:] = values.reshape(-1)
                 self._attach(variable, array)
                 refreshed = True
-        self.assigned = False
+        self.assigned.clear()
         if refreshed:
             self.refresh()
 

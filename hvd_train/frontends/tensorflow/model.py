@@ -132,8 +132,9 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         self._constants: dict[str, np.ndarray] = {}
         self._finalized = [layer for layer in self.model._flatten_layers() if finalizes(layer)]
         self._retrace_evaluation()
-        self._probe_task(sample)
-        self.task.masking_layer = self._masking_layer()
+        with self.untouched():
+            self._probe_task(sample)
+            self.task.masking_layer = self._masking_layer()
         compiled = "compile()" * bool(getattr(self.model, "compiled", False))
         self.task.own_loss = own_method(self.model, ("compute_loss", "train_step")) or compiled
         # Losses that compare samples must not see padding. Stages exchange activations of one shape.
@@ -209,7 +210,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         layers = list(self.model._flatten_layers())
         if any(isinstance(layer, keras.layers.SpectralNormalization) for layer in layers):
             return "SpectralNormalization"
-        code = [*of_layers(layers)] + ([self.task.step.function] if self.task.step else [])
+        code = [self._module, *of_layers(layers), *self.task.functions]
         return changing_code(code, ("keras", "tensorflow"), CHANGES_WEIGHTS)
 
     def connect(self, update: StepUpdate) -> Optimizer:
@@ -549,7 +550,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             variables[key].assign(np.asarray(array).astype(variables[key].dtype))
         self._finalize()
         if self._common:
-            self._common.assigned = True
+            self._common.assigned |= {variables[key].path for key in arrays}
 
     def _finalize(self) -> None:
         """Let layers such as Normalization compute their constants from variables that have changed."""

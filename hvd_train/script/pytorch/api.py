@@ -292,8 +292,9 @@ def shard(loader: DataLoader) -> DataLoader:
 
     Each sample comes once per epoch, on one rank; all ranks have the same number of batches. With ``shuffle`` each pass
     that begins after a step of a distributed optimizer has another order: a function of rank 0's seed (the loader
-    generator's, or torch's), of the number of loaders sharded before, and of the steps made, or the argument of
-    ``loader.set_epoch(number)``. So inspecting a batch changes nothing, on one rank or on all.
+    generator's, or torch's and the number of loaders sharded before), and of the steps made, or the argument of
+    ``loader.set_epoch(number)``. So loaders whose generators have the same seed are in the same order, and inspecting
+    a batch changes nothing, on one rank or on all.
 
     At the end of a pass with steps, and at the start of the next one, the generators of torch, NumPy and ``random`` are
     seeded from (seed, epoch, rank), as in a run that resumes there. Workers' generators are seeded from (seed, epoch,
@@ -309,7 +310,9 @@ def shard(loader: DataLoader) -> DataLoader:
     # Rank 0's, because the ranks' shares must be parts of one order.
     seed = json.loads(communicator.broadcast_bytes(json.dumps(seed).encode()))
     number, registry.loaders = registry.loaders, registry.loaders + 1
-    key = mix(seed, number) if number else seed  # two loaders of equal length must have different orders
+    # Two loaders of equal length must have different orders, unless the script gave their generators the same seed.
+    again = rng.uses(loader.generator) if loader.generator else number
+    key = mix(seed, again) if again else seed
     passes.unshared, passes.inputs = registry.unshared_sums(), registry.model_inputs()
     passes.fetching = lambda: registry.slow_rank_report().input()
     passes.without_steps[:] = [registry.pass_without_steps]

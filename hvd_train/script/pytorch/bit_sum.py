@@ -14,7 +14,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     if x.layout != torch.strided:
         x = x.to_dense()
     # (bytes,) uint8
-    memory = x.contiguous().reshape(-1).view(torch.uint8)
+    memory = x.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     # torch views bytes as int64 only at offsets that are multiples of eight.
     if memory.storage_offset() % 8:
         memory = memory.clone()

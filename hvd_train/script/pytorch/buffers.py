@@ -47,9 +47,9 @@ class Buffers:
         places: dict[Any, tuple[torch.nn.Module, str]] = {}
         for layer in model.modules():
             for name, x in layer._buffers.items():
-                if not (id(layer) in norms and name in running_stats):
-                    # A buffer that is None may be filled later; several layers may share a tensor.
-                    places.setdefault((id(layer), name) if x is None else id(x), (layer, name))
+                if x is None or not (id(layer) in norms and name in running_stats):
+                    # A buffer that is None may be filled later, and one that two layers begin with may become two.
+                    places[id(layer), name] = layer, name
         self._places = list(places.values())
         self._marks = [self._mark(k) for k in range(len(self._places))]
         self._contents = self._sums()
@@ -59,6 +59,7 @@ class Buffers:
         self._first = {(id(layer), name) for layer in self._layers for name in layer._buffers}
         self._seen = _registrations
         self._late: dict[str, tuple[int, int]] = {}  # marks of late buffers, by name
+        self._late_contents: dict[str, int] = {}
         self._late_new = self._late_live = False
 
     def __len__(self) -> int:
@@ -81,26 +82,35 @@ class Buffers:
     def _sums(self) -> list[int]:
         return [0 if x is None else int(bits(x)) for x in map(self._get, range(len(self._places)))]
 
-    def changed(self, passes: int, every: int) -> list[float]:
-        """Return a flag for each buffer, 1.0 if it is known to change on this rank; the last is for late buffers."""
+    def changed(self, passes: int, every: int, look: bool = False) -> list[float]:
+        """Return a flag for each buffer, 1.0 if it is known to change on this rank; the last is for late buffers.
+
+        ``look``: compare contents in any case.
+        """
         marks = [self._mark(k) for k in range(len(self._places))]
         # Kept until buffers are shared, because a failed or repeated exchange asks again.
         moved = self._moved
         moved |= {k for k, mark in enumerate(marks) if mark != self._marks[k]}
         # Not in every pass: a sum reads the whole buffer, and synchronizes with a GPU.
-        if passes in LOOKS or due(passes, every or 100):
+        look |= passes in LOOKS or due(passes, every or 100)
+        if look:
             sums = self._sums()
             moved |= {k for k, x in enumerate(sums) if x != self._contents[k]}
         self._marks = marks
         known = [float(k in moved or k in self._live) for k in range(len(self._places))]
-        return [*known, float(self._late_changed())]
+        return [*known, float(self._late_changed(look))]
 
-    def _late_changed(self) -> bool:
-        """Return whether late buffers are new since the last pass, or change."""
+    def _late_changed(self, look: bool) -> bool:
+        """Return whether late buffers are new since the last pass, or change. ``look``: compare contents, too."""
         if self._seen == _registrations and not self._late:
             return False
         self._seen = _registrations
-        marks = {name: _mark_of(layer._buffers[k]) for name, (layer, k) in self._late_places().items()}
+        buffers = {name: layer._buffers[k] for name, (layer, k) in self._late_places().items()}
+        marks = {name: _mark_of(x) for name, x in buffers.items()}
+        if look:
+            contents = {name: int(bits(x)) for name, x in buffers.items() if x is not None}
+            self._late_live |= any(contents.get(name, x) != x for name, x in self._late_contents.items())
+            self._late_contents = contents
         self._late_live |= any(marks[name] != mark for name, mark in self._late.items() if name in marks)
         self._late_new |= not marks.keys() <= self._late.keys()
         self._late = marks

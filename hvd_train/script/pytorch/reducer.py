@@ -458,6 +458,14 @@ class Reducer:
             lambda flat: communicator.synchronize(communicator.allreduce_async(flat, name)), communicator.size
         )
 
+    def share_buffers(self) -> None:
+        """Share buffers that changed since the last backward pass, also through ``.data``. All ranks call it."""
+        if self._buffers:
+            communicator, name = self._communicator, f"model{self.number}.buffers"
+            flags = torch.tensor(self._buffers.changed(self.passes, self._check.every, look=True), dtype=torch.float64)
+            summed = communicator.synchronize(communicator.allreduce_async(flags, name))
+            self._buffers.share(summed.tolist())
+
     def _after_exchange(self, check: bool) -> None:
         """Record an exchange of gradients. ``check``: whether any rank requests a comparison of weights."""
         passes.exchanged()

@@ -46,6 +46,7 @@ class ReducerPlan:
         reducer = self._make(parameters, True)
         if statistics_of(self.whole, self.sync_batchnorm):
             passes.at_end.append(reducer.average_statistics)
+        passes.at_end.append(reducer.share_buffers)
         registry.part_sync().add(reducer)
         # Integers can never be trained.
         frozen = {name: p for name, p in self.whole.named_parameters() if not p.requires_grad and p.is_floating_point()}

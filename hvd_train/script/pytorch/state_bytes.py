@@ -90,6 +90,14 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         while path in tensors:  # {"a/b": x, "a": {"b": y}}, or the keys 1 and "1"
             path += "'"
+        if value.layout != torch.strided:
+            fix = "keep its indices and values, as dense tensors"
+            raise CheckpointError(
+                "a sparse tensor cannot be sent or saved", where=path.lstrip("/"), fix=fix, common=True
+            )
+        if value.dtype == torch.complex128:  # safetensors has none
+            tensors[path] = torch.view_as_real(value.detach().to("cpu", copy=True).resolve_conj()).contiguous()
+            return {"complex": path}
         # A copy, because the format refuses tensors that share memory.
         tensors[path] = value.detach().to("cpu", copy=True).contiguous()
         return {"tensor": path}
@@ -123,6 +131,8 @@ def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     ((kind, inner),) = value.items()
     if kind == "tensor":
         return tensors[inner]
+    if kind == "complex":
+        return torch.view_as_complex(tensors[inner])
     if kind == "dtype":
         if not isinstance(dtype := getattr(torch, inner, None), torch.dtype):
             raise ValueError(f"{inner} is no type")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -144,20 +145,29 @@ def _put(states: tuple) -> None:
     random.setstate(states[2])
 
 
+_uses: weakref.WeakKeyDictionary[torch.Generator, int] = weakref.WeakKeyDictionary()
+
+
+def uses(generator: torch.Generator) -> int:
+    """Return how many loaders have had this generator before; it counts as used once more."""
+    _uses[generator] = _uses.get(generator, -1) + 1
+    return _uses[generator]
+
+
 class SamplerGenerators:
     """The generators among the attributes of a sampler and its nested samplers.
 
-    Each pass seeds them from their initial state and its ``key``. So it draws the same on all ranks, whichever passes
-    came before.
+    Each pass seeds them from their initial state and its ``epoch``. So it draws the same on all ranks, whichever passes
+    came before, and as another sampler's generators with the same seeds.
     """
 
     def __init__(self, sampler: Any) -> None:
         self._all = _generators(sampler)
         self._first = [zlib.crc32(_state_of(x)) for x in self._all]
 
-    def seed(self, key: int) -> None:
+    def seed(self, epoch: int) -> None:
         for first, x in zip(self._first, self._all, strict=True):
-            seed = mix(key, first)
+            seed = mix(epoch, first)
             if isinstance(x, torch.Generator):
                 x.manual_seed(seed)
             elif isinstance(x, np.random.Generator):

@@ -137,7 +137,18 @@ class Share(Passes, data.Sampler):
     ) -> None:
         super().__init__(seed, rank, size)
         self.count, self.shuffle = count, shuffle
-        self._even = EvenBatches(count, batch_size, drop_last, rank, size, WHERE)
+        self._drop_last, self.batch_size = drop_last, batch_size
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, value: int) -> None:
+        """Set the samples of a rank's batch, as a script may on torch's batch samplers; from the next pass on."""
+        self._batch_size = value
+        if self.count is not None:
+            self._even = EvenBatches(self.count, value, self._drop_last, self.rank, self.size, WHERE)
 
     def __len__(self) -> int:
         return self.planned(self.epoch).count

@@ -6,6 +6,7 @@ Every rank draws the same whole order and takes its part of it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,8 @@ from hvd_train.errors import DataError
 from hvd_train.script.shared.dataloader import rng
 from hvd_train.script.shared.dataloader.last_batch import EvenBatches, counts_of, places_of
 from hvd_train.script.shared.dataloader.shares import WHERE, Passes, Plan, Share
+
+MOST = 20_000_000  # samples of a pass
 
 
 class UserOrder(Share):
@@ -52,10 +55,18 @@ class UserOrder(Share):
             key = mix(self.seed, epoch)
             # The sampler may use the process' generators, which differ between ranks.
             with rng.CommonDraws(key).drawing():
-                self._held.seed(key)
-                plan = self.plan_of(list(self._sampler))
+                self._held.seed(epoch)
+                plan = self.plan_of(self._drawn())
             self._last = epoch, _attributes(self._sampler), plan
         return self._last[2]
+
+    def _drawn(self) -> list:
+        order = list(itertools.islice(self._sampler, MOST))
+        if len(order) == MOST:
+            what = f"the sampler gives {MOST:,} samples and more: an order without an end cannot be divided"
+            fix = "end it after the samples of an epoch, or make a stream of it (IterableDataset)"
+            raise DataError(what, where=WHERE, fix=fix, common=True)
+        return order
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next pass, also in the user's samplers that have ``set_epoch``."""

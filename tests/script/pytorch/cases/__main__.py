@@ -19,6 +19,7 @@ from tests.script.pytorch.cases.drawing import draws, local_caches, looks, masks
 from tests.script.pytorch.cases.facts import (
     broadcast,
     dynamic,
+    equal_generators,
     library_metric,
     pickled,
     residual_by_hand,
@@ -70,6 +71,7 @@ def main(folder: Path, names: list[str]) -> None:
         "broadcast": broadcast,
         "sums": sums,
         "sums of tensors": sums_of_tensors,
+        "equal generators": equal_generators,
         "looks": looks,
         "waits": lambda: waits(folder),
         "main": main_rank,

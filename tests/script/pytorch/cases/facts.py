@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 import hvd_train.torch as ht
 from hvd_train.errors import TrainError
@@ -182,6 +183,24 @@ def sums_of_tensors():
     ]  # fmt: skip
     totals = [alone - 2**60 * ht.size(), small, floats, half, torch.from_numpy(array)]
     return [*([str(x.dtype), x.tolist()] for x in totals), one, number, type(array).__name__, message]
+
+
+def equal_generators():
+    """Loaders of inputs and targets whose generators have one seed are in one order; those of one generator are not."""
+    x = torch.arange(48.0)
+
+    def pairs(first, second):
+        parts = [ht.shard(DataLoader(x, 4, shuffle=True, generator=g)) for g in (first, second)]
+        return ht.sum(sum(int((a == b).sum()) for a, b in zip(*parts, strict=True)))
+
+    one = torch.Generator().manual_seed(7)
+    sampled = [
+        ht.shard(DataLoader(x, 4, sampler=SubsetRandomSampler(range(48), torch.Generator().manual_seed(7))))
+        for _ in range(2)
+    ]
+    equal = ht.sum(sum(int((a == b).sum()) for a, b in zip(*sampled, strict=True)))
+    again = torch.Generator().manual_seed(7)
+    return [pairs(one, again), pairs(one, one) < 24, equal]
 
 
 def library_metric():

@@ -67,6 +67,41 @@ def norm_local():
     return fit(*ht.distribute(model, sgd(model)))
 
 
+class Centre(nn.Module):
+    """Subtracts a running mean: in a new tensor each time, made by the first batch, or changed through ``data``."""
+
+    def __init__(self, how, mean=None):
+        super().__init__()
+        self.how = how
+        if how != "late":
+            self.register_buffer("mean", mean)
+
+    def forward(self, x):
+        if self.how == "late" and not hasattr(self, "mean"):
+            self.register_buffer("mean", x.detach().mean(0))
+        if self.how == "new":
+            self.mean = 0.7 * self.mean + 0.3 * x.detach().mean(0)
+        else:
+            self.mean.data.mul_(0.7).add_(x.detach().mean(0), alpha=0.3)
+        return x - self.mean
+
+
+def buffers_of_all_kinds():
+    """Two layers that begin with one tensor, a late one, and one that is changed after the last step."""
+    zeros = torch.zeros(64, dtype=torch.float64)
+    layers = [nn.Flatten(), Centre("new", zeros), Centre("new", zeros), Centre("late"), Centre("data", zeros.clone())]
+    model = nn.Sequential(*layers, nn.Linear(64, 10).double())
+    model.register_buffer("book", torch.zeros(4, dtype=torch.float64))
+    optimizer = sgd(model)
+    ht.distribute(model, optimizer)
+    for x, y in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        model.book.mul_(0.7).add_(x.flatten(1).mean(0)[:4], alpha=0.3)
+    return model
+
+
 def norm_reset():
     """Statistics begin anew in new tensors."""
     model = cnn(norm=True)
@@ -170,6 +205,7 @@ SAME_BITS = {
     "norm wide": norm_wide,
     "norm reset": norm_reset,
     "buffers": buffers,
+    "buffers of all kinds": buffers_of_all_kinds,
     "pruned": pruned,
     "late statistics": late_statistics,
     "in stages": in_stages(),

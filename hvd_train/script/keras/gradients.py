@@ -355,6 +355,10 @@ class Reduction:
         else:
             add(value, keras.ops.ones_like(value))
 
+    def in_step(self) -> bool:
+        """Return whether a step of the model runs, in training or evaluation."""
+        return self.count is not None or self.window.samples is not None
+
     def begin_step(self, samples: Any) -> None:
         self.count, self.losses, self._means = samples, 0, []
 

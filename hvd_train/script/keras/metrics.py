@@ -26,15 +26,37 @@ FIX = "return one value per sample to get their mean"
 SUMS_FIX = "keep sums and counts of samples in its variables, and divide in result()"
 
 
-class BatchMean:
-    """Replaces ``update_state`` of a function that may return one number for a batch. ``kind``: see ``probe``."""
+class Replaced:
+    """Replaces ``update_state`` of a metric. A metric of several models has one for each, which know the one before."""
 
     def __init__(self, metric: Any, reduction: Reduction) -> None:
         self.metric, self._reduction = metric, reduction
-        self._update = metric.update_state
-        self.kind, self.probing = "mean", False
+        before = metric.update_state
+        self._before = before if isinstance(before, Replaced) else None
+        self._update: Any = self._before._update if self._before else before
+        self.probing = False
+
+    def _of_another(self) -> Any:
+        """Return the one of the model whose step this is, if it is another one's."""
+        other = self._before
+        while other and not self.probing and not self._reduction.in_step():
+            if other._reduction.in_step():
+                return other
+            other = other._before
+        return None
+
+
+class BatchMean(Replaced):
+    """Replaces a function that may return one number for a batch. ``kind``: see ``probe``."""
+
+    def __init__(self, metric: Any, reduction: Reduction) -> None:
+        super().__init__(metric, reduction)
+        self.kind = "mean"
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        if other := self._of_another():
+            other(y_true, y_pred, sample_weight)
+            return
         metric, function = self.metric, self.metric._fn
         values = function(y_true, y_pred, **metric._fn_kwargs)
         if not hasattr(values, "shape"):  # a function that runs eagerly may give Python's number
@@ -53,19 +75,20 @@ class BatchMean:
             _add(metric, values, self._reduction)
 
 
-class BatchSums:
+class BatchSums(Replaced):
     """Replaces ``update_state`` of a user's class, some of whose variables may add up means over batches.
 
     ``kinds``: how each variable's growth by a batch combines samples, as found by ``probe``; empty before.
     """
 
     def __init__(self, metric: Any, reduction: Reduction) -> None:
-        self.metric, self._reduction = metric, reduction
-        self._update = metric.update_state
+        super().__init__(metric, reduction)
         self.kinds: list[str] = []
-        self.probing = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if other := self._of_another():
+            other(*args, **kwargs)
+            return
         if self.probing:
             self.kinds = self._kinds(*args, **kwargs)
         counted = self.counted()

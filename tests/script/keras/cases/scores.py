@@ -167,4 +167,14 @@ def outputs():
         score = model.evaluate(*x_y_weight[:2], BATCH, 0, x_y_weight[2], return_dict=True)
         results |= {f"{name} score {k}": np.asarray(v) for k, v in score.items()}
         results |= {f"{name} {k}": v for k, v in trained(model).items()}
+    # A metric object of two models: each evaluation is weighted by the model that runs.
+    shared = keras.metrics.MeanMetricWrapper(own_error, name="shared")
+    models = [network(), network()]
+    for model in models:
+        model.compile(SGD(0.01), loss=cross_entropy(), metrics=[shared])
+        hk.distribute(model)
+    for number, model in enumerate(models):
+        fit(model, x, y, epochs=1)
+        score = models[0].evaluate(x[:101], y[:101], BATCH, 0, return_dict=True)
+        results |= {f"shared {number} score {k}": np.asarray(v) for k, v in score.items()}
     return results

@@ -14,7 +14,7 @@ from torch.utils import data
 
 import hvd_train.torch as ht
 from hvd_train.errors import ConfigError, DataError
-from hvd_train.script.shared.dataloader import passes, shares
+from hvd_train.script.shared.dataloader import passes, shares, user_order
 from tests.script.loaders import Doubled, world_of
 
 
@@ -195,3 +195,22 @@ class Begun(data.DataLoader):
 def test_loaders_that_cannot_be_shared(make, message):
     with pytest.raises(ConfigError, match=message):
         ht.shard(make(data.TensorDataset(torch.arange(20.0))))
+
+
+def test_a_batch_size_counts_from_the_next_pass_on():
+    loader = ht.shard(data.DataLoader(data.TensorDataset(torch.arange(20.0)), batch_size=2))
+    assert [len(x) for (x,) in loader] == [2] * 10 and loader.batch_sampler.batch_size == 2
+    loader.batch_sampler.batch_size = 8
+    assert len(loader) == 3 and [len(x) for (x,) in loader] == [8, 8, 4]
+
+
+def test_an_endless_sampler_is_refused(monkeypatch):
+    class Endless(data.Sampler):
+        def __iter__(self):
+            while True:
+                yield 0
+
+    monkeypatch.setattr(user_order, "MOST", 1000)
+    loader = ht.shard(data.DataLoader(data.TensorDataset(torch.arange(20.0)), batch_size=2, sampler=Endless()))
+    with pytest.raises(DataError, match="1,000 samples and more: an order without an end cannot be divided"):
+        next(iter(loader))

@@ -76,8 +76,9 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         self._seed = seeder(self.device)
         model, module, _ = build_model(PYTORCH.zoo, config, sample, native_shape)
         self._module, self._channels_last = module, False
+        model = joined(model)
         self._check_state(model)
-        self.model = model = self._on_devices(joined(model))
+        self.model = model = self._on_devices(model)
         # Before batch normalization is prepared: initializing a lazy layer changes its class.
         if lazy(model):
             self._take_shapes()
@@ -103,12 +104,6 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         layers, parts = dict(self.model.named_modules()), {name: name.rpartition(".") for name in named}
         # {name: (layer, attribute)}
         self._places = {n: (layers[path], leaf) for n, (path, _, leaf) in parts.items()}
-        # Looked up in each step, so (the layer's parameters, attribute, weight) for 60 ns each.
-        self._weight_places = [
-            (owner._parameters, leaf, self._trainable[name])
-            for name, (owner, leaf) in self._places.items()
-            if name in self._trainable and not isinstance(owner, torch.jit.ScriptModule)
-        ]
         self._flats: list[Flat] = []
         self._fixed_layers: Sequence[torch.nn.Module] = ()
         self._handles: list[Any] = []  # of backward hooks
@@ -330,6 +325,12 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         return optimizer
 
     def _connect(self, update: StepUpdate) -> None:
+        # Looked up in each step, so (the layer's parameters, attribute, weight) for 60 ns each.
+        self._weight_places = [
+            (owner._parameters, leaf, self._trainable[name])
+            for name, (owner, leaf) in self._places.items()
+            if name in self._trainable and not isinstance(owner, torch.jit.ScriptModule)
+        ]
         exact = self.config.exact and self.groups.data.size > 1
         if exact and (embedding := embeddings.dependent_on_batch(self.model)):
             raise ConfigError(embedding, where=f"model.name: {self.config.model.name}", fix=embeddings.FIX)

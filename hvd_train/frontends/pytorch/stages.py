@@ -42,6 +42,7 @@ class StagedPyTorch(StagedFrontEnd, PyTorchInBlocks):
 
     def _keep_blocks(self, first: int, last: int) -> None:
         self.model = torch.nn.Sequential(*self._blocks[first:last])
+        self._places = {n: place for n, place in self._places.items() if n in self._trainable or n in self._fixed}
         self._begin, self._blocks = first, []
 
     # ---- during a step

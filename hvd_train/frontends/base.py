@@ -105,7 +105,7 @@ class StateTree(NamedArrays):
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Put weights and statistics back at the end, which passes that only try the model may change."""
+        """Within this context the model may run on trial: weights and statistics are restored at the end."""
         before = {key: np.array(read()) for key, read in self._readers().items()}
         try:
             yield

@@ -51,7 +51,7 @@ def _is_users(name: str) -> bool:
 
 
 def of_layers(layers: Iterable[Any]) -> Iterator[Callable]:
-    """Yield the classes of layers, and the functions that are attributes of a layer, such as another ``forward``."""
+    """Yield the class of each layer, and functions set on the layer itself (``layer.forward = mine``)."""
     for layer in layers:
         yield type(layer)
         yield from (x for x in vars(layer).values() if inspect.isroutine(x) or isinstance(x, partial))

@@ -144,11 +144,11 @@ class HostMemory:
         return common
 
     def post(self, number: int) -> None:
-        """Show a number of 64 bits to the other ranks, after the next barrier."""
+        """Publish an integer of 64 bits; the other ranks read it by ``posted`` after the next barrier."""
         self._posts[self.rank][:] = number.to_bytes(8, "little")
 
     def posted(self) -> list[int]:
-        """Return the numbers of all ranks; they may post the next one after a further barrier."""
+        """Return what each rank has posted. Call it between two barriers: after the second, ranks may post again."""
         return [int.from_bytes(one[:], "little") for one in self._posts]
 
     # ---- messages

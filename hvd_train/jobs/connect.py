@@ -66,7 +66,7 @@ def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0
 
 
 def _spec_and_memory(job: Job, user_hooks: bool) -> tuple[ModeSpec, HostMemory | None]:
-    """Return the update, and the memory in which the ranks of a host share the weights."""
+    """Return the kind of update, and the memory in which ranks of a host share the weights; None: they do not."""
     config, frontend, spec = job.config, job.frontend, job.config.update_spec
     # In shared memory a hook's change to the weights would be applied N times.
     if spec is SHARDED:

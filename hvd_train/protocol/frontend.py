@@ -156,9 +156,9 @@ class Parameters(Model, Protocol):
 
 
 class Shardable(Parameters, Protocol):
-    """Trainable tensors of which each rank can update a part (``optim.sharded``).
+    """A model of which each rank can update a part of the weights (``optim.sharded``).
 
-    ``sharded_from``: the number of weights from which that is faster on one host.
+    ``sharded_from``: with at least so many weights ``auto`` shards on one host.
     """
 
     sharded_from: int
@@ -170,9 +170,9 @@ class Shardable(Parameters, Protocol):
         """
 
     def may_change_weights(self) -> str:
-        """Return what in the model may change weights by itself, as a name for the user; "": nothing.
+        """Return a name for the user of code that may change the model's weights outside of the update; "": none.
 
-        In memory that ranks share, each of them would make the change.
+        In memory that ranks share, each rank would make the change.
         """
 
     def connect_sharded(self, update: DividedUpdate) -> ShardedOptimizer:
@@ -242,7 +242,7 @@ class Evaluable(FrontEndPart, Protocol):
         """Return logits (at least count, ..., num_classes) float, one row for each label; padding may follow."""
 
     def untouched(self) -> AbstractContextManager[None]:
-        """Put weights and statistics back at the end, which passes that only try the model may change."""
+        """Within this context the model may run on trial: weights and statistics are restored at the end."""
 
 
 class Runtime(Protocol):

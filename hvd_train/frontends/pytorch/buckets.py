@@ -50,7 +50,7 @@ class Flat:
         self.move_to(self.weight)
 
     def move_to(self, weight: torch.Tensor, seen: torch.Tensor | None = None) -> None:
-        """Replace the flat weight, whose values parameters take. ``seen``: the same memory in a view of their own."""
+        """Replace the flat weight, and make the parameters views of it, or of ``seen``, which has the same numbers."""
         self.weight = weight
         # The optimizer updates the flat weight, and so all parameters at once.
         self._places = self.views(weight if seen is None else seen)

@@ -262,7 +262,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def _check_changes(self) -> None:
-        """Take in weights that the user's code has changed, before the update changes them."""
+        """Before an update: take in changes that the user's code made to weights, and refuse replaced parameters."""
         if not self._stepped:
             self._check_none_is_late()
             self._stepped = True
@@ -279,7 +279,7 @@ class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
 
     @torch.no_grad()
     def _take_changes(self) -> None:
-        """Take changes into the common weights, each rank in its part; no rank reads these now."""
+        """Write this rank's part of the user's changes to the shared weights, while no rank reads them."""
         assert self._host
         posted = self._host.posted()
         self._changed = any(posted)

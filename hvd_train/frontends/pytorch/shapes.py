@@ -13,7 +13,7 @@ def native_shape(field: Field) -> tuple[int | None, ...]:
 
 
 def moved(model: torch.nn.Module, device: torch.device | str, dtype: torch.dtype) -> torch.nn.Module:
-    """Move a model to a device, its real numbers to ``dtype``, and its complex ones to a pair of these."""
+    """Move a model to a device; cast real floats to ``dtype``, complex ones to the complex type of that precision."""
     pairs = torch.complex128 if dtype == torch.float64 else torch.complex64
 
     def one(x: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,11 @@ SUMS_FIX = "keep sums and counts of samples in its variables, and divide in resu
 
 
 class Replaced:
-    """Replaces ``update_state`` of a metric. A metric of several models has one for each, which know the one before."""
+    """Stands in for a metric's ``update_state``, for one model.
+
+    A metric that several models share has one for each. The last one gets all calls, and hands those in a step of
+    another model on to that model's.
+    """
 
     def __init__(self, metric: Any, reduction: Reduction) -> None:
         self.metric, self._reduction = metric, reduction
@@ -37,7 +41,7 @@ class Replaced:
         self.probing = False
 
     def _of_another(self) -> Any:
-        """Return the one of the model whose step this is, if it is another one's."""
+        """Return the stand-in of the model whose step runs, if that is another model than this one's."""
         other = self._before
         while other and not self.probing and not self._reduction.in_step():
             if other._reduction.in_step():
@@ -47,7 +51,7 @@ class Replaced:
 
 
 class BatchMean(Replaced):
-    """Replaces a function that may return one number for a batch. ``kind``: see ``probe``."""
+    """Replaces ``update_state`` of a function that may return one number for a batch. ``kind``: see ``probe``."""
 
     def __init__(self, metric: Any, reduction: Reduction) -> None:
         super().__init__(metric, reduction)

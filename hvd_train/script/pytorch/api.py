@@ -306,12 +306,12 @@ def shard(loader: DataLoader) -> DataLoader:
     communicator = registry.communicator()
     collectively(communicator, lambda: shares.check(loader))
     agree(communicator, shares.facts(loader))
-    seed = loader.generator.initial_seed() if loader.generator else torch.initial_seed()
-    # Rank 0's, because the ranks' shares must be parts of one order.
-    seed = json.loads(communicator.broadcast_bytes(json.dumps(seed).encode()))
     number, registry.loaders = registry.loaders, registry.loaders + 1
+    seed = loader.generator.initial_seed() if loader.generator else torch.initial_seed()
     # Two loaders of equal length must have different orders, unless the script gave their generators the same seed.
     again = rng.uses(loader.generator) if loader.generator else number
+    # Rank 0's, because the ranks' shares must be parts of one order.
+    seed, again = json.loads(communicator.broadcast_bytes(json.dumps([seed, again]).encode()))
     key = mix(seed, again) if again else seed
     passes.unshared, passes.inputs = registry.unshared_sums(), registry.model_inputs()
     passes.fetching = lambda: registry.slow_rank_report().input()

@@ -34,6 +34,8 @@ class Feature:
         if not self.key:
             return False
         section, last = _place(self.key, config)
+        if section is None:  # a section that is left out
+            return False
         value = getattr(section, last)
         return self.when(value) if self.when else value in self.values if self.values else is_set(section, last)
 
@@ -98,6 +100,7 @@ ONE_CYCLE = Feature("optim.schedule", ("one_cycle",))
 SYNC_BATCHNORM, NONFINITE = Feature("sync_batchnorm"), Feature("on_nonfinite", ("skip", "rollback"))
 ROLLBACK, MIXED_16 = Feature("on_nonfinite", ("rollback",)), Feature("precision", ("16-mixed",))
 LENGTHS, INPUTS = Feature("data.lengths"), Feature("data.target", ("inputs",))
+TOKENS = Feature("data.lengths.max_tokens")
 MIXERS = Feature("data.transforms", when=lambda x: any(one.name in MIXING for one in x), words=" or ".join(MIXING))
 TRANSFORMS = Feature(
     "data.transforms",
@@ -117,6 +120,10 @@ _NO_WAIT = "in this mode no rank waits for another"
 _ONE_STAGE = "a stage knows the names of its own weights alone"
 CONFLICTS = (
     Conflict(Feature("global_batch_size"), Feature("batch_size"), "each of them sets the size of a step's batch"),
+    *(
+        Conflict(TOKENS, Feature(key), "each of them sets the size of a step's batch")
+        for key in ("batch_size", "global_batch_size")
+    ),
     Conflict(Feature("devices"), Feature("device", ("cpu",)), "it names GPUs"),
     Conflict(WARM_UP_STEPS, WARM_UP, "each of them sets the length of the warm-up"),
     *(
@@ -193,6 +200,9 @@ CONFLICTS = (
     # Data
     Conflict(INPUTS, LENGTHS, "padding would be learned as well"),
     Conflict(TRANSFORMS, LENGTHS, "transforms change samples of one shape"),
+    Conflict(TOKENS, LR_SCALING, "steps have different numbers of samples"),
+    Conflict(TOKENS, Feature("data.sampling"), "each epoch would have another number of steps"),
+    Conflict(TOKENS, NO_LOCKSTEP, "a rank takes parts of batches of one size"),
     Conflict(Feature("data.sampling"), BALANCED, "rare classes would be made up for twice"),
     Conflict(WEIGHTS, MIXERS, "a mixed sample has several classes", "take data.sampling: balanced instead"),
     # Your own step

@@ -118,10 +118,9 @@ class Schedule:
     warmup: float = 0.0
 
     @classmethod
-    def of(cls, config: Config, samples: int, ranks: int) -> Schedule:
-        """Return the schedule of a training with this many samples and ranks."""
+    def of(cls, config: Config, steps: int, ranks: int) -> Schedule:
+        """Return the schedule of a training with this many steps in a whole epoch, and ranks."""
         global_batch = config.global_batch(ranks)
-        steps = -(-samples // global_batch)
         limit = min(config.limit_train_batches or steps, steps)
         totals = [config.max_steps, config.max_epochs and config.max_epochs * limit]
         total = min(total for total in totals if total)

@@ -62,7 +62,7 @@ class Trainer(Training):
     ) -> None:
         source = stop_source or StopSource()
         super().__init__(config, frontend, update, train, val, run_dir, log, compression, source, until)
-        speed, noise_log = Speed(), NoiseLog(self)
+        speed, noise_log = Speed(uneven=config.data.lengths is not None), NoiseLog(self)
         loss_log = LossLog(frontend.task, noise_log)
         self.samples_per_second, self.speeds = speed.median, speed.spread
         weight_check = WeightCheck(loss_log)
@@ -95,7 +95,7 @@ class Trainer(Training):
         self._saver.resumed_from(snapshot)
         notes, p = train_state.restore(self, snapshot), self.progress
         # With fewer ranks or a lower limit, the epoch's steps may already be complete: only its end is left.
-        if p.consumed and not self.finished and self._at_end(-(-p.consumed // self.global_batch)):
+        if p.consumed and not self.finished and self._at_end(self.steps_done):
             length = self.frontend.task.length
             rows = np.array([p.epoch_sums or [0.0] * length, *(row[:length] for row in p.pending)])
             p.ending, p.epoch_sums, p.pending = True, rows.sum(0).tolist(), []
@@ -147,7 +147,7 @@ class Trainer(Training):
         """Train the rest of an epoch and end it. An epoch interrupted in its evaluation is only ended."""
         p = self.progress
         started, samples_before = self.time.enter(REST), p.seen
-        steps_done = -(-p.consumed // self.global_batch)
+        steps_done = self.steps_done
         first_step = p.step - steps_done
         if p.ending:
             self._begin()

@@ -41,7 +41,7 @@ class StepRunner:
         p, config, frontend, update = training.progress, training.config, training.frontend, training.update
         update.before_step(p.step + 1, step.count)
         scale, counts = gradient_scale(training, step)
-        rate = training.learning_rate(p.consumed // training.global_batch, p.step)
+        rate = training.learning_rate(training.train_loader.place(p.epoch, p.consumed), p.step)
         # All micro-batches accumulate gradients; the last one also exchanges them and updates the weights.
         *earlier, last = step.micro_batches
         seeds = [forward_seed(config.seed, p.step, micro, step.rank) for micro in range(len(step.micro_batches))]

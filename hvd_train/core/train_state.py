@@ -19,12 +19,14 @@ from hvd_train.checkpoint.manifest import Progress
 from hvd_train.checkpoint.resume_rules import Resumption, RunFacts
 from hvd_train.checkpoint.serialize import broadcast, pack, unpack
 from hvd_train.checkpoint.writer import Writer, packed_error, raise_if_failed
+from hvd_train.config import Config
 from hvd_train.core.agreement import NONFINITE_FIX, collectively
 from hvd_train.core.learning_rate import Schedule
 from hvd_train.core.loss_scale import FIRST_SCALE
 from hvd_train.core.reductions import is_float
 from hvd_train.core.stage_state import of_other_stages
 from hvd_train.core.training import Training
+from hvd_train.data.order import steps
 from hvd_train.errors import CheckpointError, NonFiniteError
 from hvd_train.protocol import Entry, Placement, Tree
 from hvd_train.update.outer import MOMENTUM
@@ -270,6 +272,13 @@ def _facts(training: Training) -> RunFacts:
     return RunFacts.of(config, config.framework, training.compression, training.data, ranks, axes=axes)
 
 
+def _steps_per_epoch(training: Training, before: Config, meta: Mapping[str, Any], ranks: int) -> int:
+    """Return the steps of a whole epoch when the checkpoint was saved."""
+    if before.data.lengths == training.config.data.lengths and training.train_loader.by_tokens:
+        return training.steps_per_epoch
+    return steps(meta["data"]["train"]["samples"], 0, before.global_batch(before.replicas(ranks)))
+
+
 def _head(training: Training, snapshot: store.Snapshot | None) -> bytes:
     """Return the facts of a checkpoint that all ranks need, as JSON; {} without one."""
     if snapshot is None:
@@ -279,7 +288,7 @@ def _head(training: Training, snapshot: store.Snapshot | None) -> bytes:
     keys = {key for tree in snapshot.local for key in tree}
     axes = meta["axes"] if any(map(is_residual, keys)) else None  # everything else has canonical axes
     facts = RunFacts.of(config, snapshot.framework, meta["compression"], meta["data"], ranks, axes)
-    schedule = Schedule.of(config, meta["data"]["train"]["samples"], config.replicas(ranks))
+    schedule = Schedule.of(config, _steps_per_epoch(training, config, meta, ranks), config.replicas(ranks))
     head = {
         "facts": asdict(facts),
         "progress": meta["progress"],

@@ -45,16 +45,15 @@ class Training:
         self.compression, self.stop_source, self.until = compression, stop_source, until
         self.run_dir, self.folder = run_dir, run_dir / "checkpoints"
         self.groups, self.communicator = frontend.groups, frontend.groups.world
-        self.schedule = Schedule.of(config, len(train), self.groups.data.size)
-        self.global_batch = self.schedule.global_batch
+        self.global_batch = config.global_batch(self.groups.data.size)
         self.train_loader, self.val_loader = self._loader(train), self._loader(val)
+        self.steps_per_epoch = self.train_loader.steps_per_epoch
+        self.schedule = Schedule.of(config, self.steps_per_epoch, self.groups.data.size)
         self.train_size, self.val_size = len(train), len(val)
         self.sample = train.sample.joined(val.sample)
         self.data = data_facts(train, val)
-        self.steps_per_epoch = -(-self.train_size // self.global_batch)
         self.limit = self.schedule.steps_per_epoch  # of those, so many are made
         self.limited = self.limit < self.steps_per_epoch
-        self.epoch_size = min(self.train_size, self.limit * self.global_batch)  # samples
         self.scaled = config.precision == "16-mixed"
         self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0, warmup=self.schedule.mixed_warmup)
         self.stop_reason = ""  # why a hook on this rank requests to stop; the ranks agree on it at a log line
@@ -89,6 +88,16 @@ class Training:
     def exchange_share(self) -> float | None:
         """Return the share of time that every rank spends in the exchange; None: not yet measured."""
         return self.stragglers.least_wait
+
+    @property
+    def steps_done(self) -> int:
+        """Return the number of steps of the current epoch that were taken."""
+        return self.train_loader.steps_done(self.progress.epoch, self.progress.consumed)
+
+    @property
+    def epoch_size(self) -> int:
+        """Return the number of samples of the current epoch: all, or those of ``limit_train_batches``."""
+        return self.train_loader.samples(self.progress.epoch, self.limit) if self.limited else self.train_size
 
     def learning_rate(self, place: int, step: int) -> float:
         """Return the rate of the run's step ``step`` (from 0), at position ``place`` of its epoch.

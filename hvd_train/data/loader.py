@@ -50,7 +50,8 @@ class Loader:
     [consumed + k B, consumed + (k+1) B), cut off at n, for every world size. Micro-batches are contiguous parts of it,
     and ranks take contiguous parts of those. So a micro-batch over all ranks is the same set for every world size,
     which synchronized batch normalization needs. Each part is padded with weight 0 to ``length`` rows, so shapes never
-    change and an empty part is still a batch.
+    change and an empty part is still a batch. Where the source makes the batches (``data.lengths.max_tokens``), they
+    are the same for every world size too, and parts are padded to the rows of the largest batch of their bucket.
 
     ``workers`` threads fetch a step each: libraries that decode images release the GIL.
     """
@@ -76,8 +77,28 @@ class Loader:
         # Samples of a micro-batch over all ranks, and on one rank. The first parts are the longest.
         self.together = share(global_batch, accumulate, 0)[1]
         self.length = share(self.together, size, 0)[1]
+        self.by_tokens = getattr(source, "by_tokens", False)
+        self._batches = source.batches if self.by_tokens else None  # type: ignore[attr-defined]
         self.steps_per_epoch = steps(len(source), 0, global_batch)
+        if self._batches:
+            self.steps_per_epoch = len(self._batches(seed, 0).ends)
         self._chunk: tuple[int, int, np.ndarray] = (-1, 0, np.zeros(0, np.int64))  # the cache of ``_permuted``
+
+    def place(self, epoch: int, consumed: int) -> int:
+        """Return the number of the step of an epoch that begins after ``consumed`` samples, or in which they end."""
+        if self._batches:
+            return int(np.searchsorted(self._batches(self.seed, epoch).ends, consumed, "right"))
+        return consumed // self.global_batch
+
+    def steps_done(self, epoch: int, consumed: int) -> int:
+        """Return the number of steps of an epoch that took ``consumed`` samples."""
+        return self.place(epoch, consumed) if self._batches else -(-consumed // self.global_batch)
+
+    def samples(self, epoch: int, steps: int) -> int:
+        """Return the number of samples in the first ``steps`` of an epoch."""
+        if self._batches:
+            return int(self._batches(self.seed, epoch).ends[:steps].max(initial=0))
+        return min(len(self.source), steps * self.global_batch)
 
     def epoch(self, epoch: int, consumed: int = 0) -> Generator[Step, None, None]:
         """Yield the steps of an epoch after its first ``consumed`` samples; close the generator to leave early."""
@@ -127,26 +148,48 @@ class Loader:
 
     def _steps(self, epoch: int, consumed: int) -> Iterator[Callable[[], Step]]:
         """Yield for each step a function that fetches it, in any thread."""
-        n, batch = len(self.source), self.global_batch
         each = max(1, CHUNK // (self.length * self.accumulate))  # steps permuted at once
-        for chunk in range(consumed, n, each * batch):
-            # (start, stop) of each global batch of the chunk, in order positions.
-            bounds = [(start, min(start + batch, n)) for start in range(chunk, min(chunk + each * batch, n), batch)]
-            local = [self._micro(*pair, k, self.rank) for pair in bounds for k in range(self.accumulate)]
+        globally = self._global_batches(epoch, consumed)
+        while bounds := [*itertools.islice(globally, each)]:
+            local = [
+                self._micro(start, stop, k, self.rank) for start, stop, _ in bounds for k in range(self.accumulate)
+            ]
             ends = np.cumsum([len(positions) for positions in local])
             indices = iter(np.split(self._order(np.concatenate(local), epoch), ends))
-            for start, stop in bounds:
+            for start, stop, full in bounds:
                 parts = [*itertools.islice(indices, self.accumulate)]
-                yield partial(self._step, parts, epoch, start, stop, self.rank)
+                yield partial(self._step, parts, epoch, start, stop, self.rank, full)
 
-    def _step(self, parts: list[np.ndarray], epoch: int, start: int, stop: int, rank: int) -> Step:
+    def _global_batches(self, epoch: int, consumed: int) -> Iterator[tuple[int, int, int | None]]:
+        """Yield (start, stop) of each global batch, in positions of the epoch, and the samples of its bucket's largest.
+
+        The last is None where all have as many samples.
+        """
+        n, batch = len(self.source), self.global_batch
+        if not self._batches:
+            yield from ((start, min(start + batch, n), None) for start in range(consumed, n, batch))
+            return
+        batches, start = self._batches(self.seed, epoch), consumed
+        first = self.place(epoch, consumed)
+        for stop, full in zip(batches.ends[first:].tolist(), batches.full[first:].tolist(), strict=True):
+            yield start, stop, full
+            start = stop
+
+    def _step(
+        self, parts: list[np.ndarray], epoch: int, start: int, stop: int, rank: int, full: int | None = None
+    ) -> Step:
+        rows = self._rows(full)
         lengths: list[int | None] = [None] * len(parts)
         if cut_length := getattr(self.source, "cut_length", None):
             for k in range(len(parts)):
                 a, b = self._bounds(start, stop, k)
                 lengths[k] = cut_length(self._order(np.arange(a, b), epoch), self.seed, epoch)
-        batches = (self._batch(part, epoch, length) for part, length in zip(parts, lengths, strict=True))
+        batches = (self._batch(part, epoch, length, rows) for part, length in zip(parts, lengths, strict=True))
         return Step(tuple(batches), stop - start, stop, rank)
+
+    def _rows(self, batch: int | None) -> int:
+        """Return the rows of a rank's micro-batch of a global batch of so many samples."""
+        return self.length if batch is None else share(share(batch, self.accumulate, 0)[1], self.size, 0)[1]
 
     def _bounds(self, start: int, stop: int, number: int) -> tuple[int, int]:
         """Return the bounds of micro-batch ``number`` over all ranks, within the global batch [start, stop)."""
@@ -170,13 +213,16 @@ class Loader:
         a, b = share(stop - start, self.size, rank)
         return np.arange(start + a, start + b)
 
-    def _batch(self, indices: np.ndarray, epoch: int | None = None, length: int | None = None) -> Batch:
+    def _batch(
+        self, indices: np.ndarray, epoch: int | None = None, length: int | None = None, rows: int | None = None
+    ) -> Batch:
         """Fetch and pad a batch; ``epoch``: the training epoch, for random transforms; None: an evaluation.
 
-        ``length``: the length to which samples of variable length are padded.
+        ``length``: the length to which samples of variable length are padded; ``rows``: samples and padding (None:
+        ``self.length``).
         """
-        count = len(indices)
-        weights = np.zeros(self.length, np.float32)
+        count, rows = len(indices), rows or self.length
+        weights = np.zeros(rows, np.float32)
         weights[:count] = 1
         # An empty part gets its shapes from sample 0.
         asked = indices if count else np.zeros(1, np.int64)
@@ -184,16 +230,17 @@ class Loader:
         inputs, labels = self.source.fetch(asked) if epoch is None else drawn(self.source, asked, self.seed, epoch)
         if length is not None:
             inputs, labels = self.source.shortened((inputs, labels), length)  # type: ignore[attr-defined]
-        if count < self.length:
-            inputs, labels = ({k: self._padded(x) for k, x in each.items()} for each in (inputs, labels))
+        if count < rows:
+            inputs, labels = ({k: _padded(x, rows) for k, x in each.items()} for each in (inputs, labels))
         return Batch(inputs, labels, weights, indices)
 
-    def _padded(self, x: np.ndarray) -> np.ndarray:
-        """Pad (count, ...) to (length, ...) with copies of the first sample."""
-        # Zeros could become NaN in the model (log 0), and weight 0 times NaN is NaN.
-        out = np.empty((self.length, *x.shape[1:]), x.dtype)
-        out[: len(x)], out[len(x) :] = x, x[0]
-        return out
+
+def _padded(x: np.ndarray, rows: int) -> np.ndarray:
+    """Pad (count, ...) to (rows, ...) with copies of the first sample."""
+    # Zeros could become NaN in the model (log 0), and weight 0 times NaN is NaN.
+    out = np.empty((rows, *x.shape[1:]), x.dtype)
+    out[: len(x)], out[len(x) :] = x, x[0]
+    return out
 
 
 def _ahead(items: Iterator[T]) -> Generator[T, None, None]:

@@ -151,8 +151,16 @@ def check(config: Config) -> None:
     if config.exchange.mode != ALLREDUCE:
         fix = "hvd-train modes measures the other ways"
         raise ConfigError(cannot, where=f"exchange.mode: {config.exchange.mode}", fix=fix)
+    check_samples(config)
     if config.parallel.pipeline > 1 or config.parallel.devices_per_rank > 1:
         raise ConfigError(cannot, where="parallel", fix="leave out parallel.pipeline and parallel.devices_per_rank")
+
+
+def check_samples(config: Config) -> None:
+    """Raise ConfigError for batches by tokens: predictions and studies count the samples of a step."""
+    if config.by_tokens:
+        what = "plan, scale and -np auto count the samples of a step, of which each batch by tokens has others"
+        raise ConfigError(what, where="data.lengths.max_tokens", fix="set global_batch_size in its place")
 
 
 def on_ranks(launcher: str) -> Start:

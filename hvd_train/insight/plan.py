@@ -16,6 +16,7 @@ import numpy as np
 
 from hvd_train.config import Config, load_config
 from hvd_train.core.learning_rate import Schedule
+from hvd_train.data.order import steps
 from hvd_train.errors import ConfigError, amount, listing
 from hvd_train.insight import scaling_laws
 from hvd_train.insight.calibration import Calibration
@@ -182,7 +183,8 @@ def unshared(config: Config) -> Config:
 def total_steps(config: Config, samples: int, ranks: int) -> int:
     """Return the steps of the configured training on so many ranks. ``max_steps`` is that of one rank: on more, the
     steps are as many as use the same samples."""
-    schedule = Schedule.of(config.model_copy(update={"max_steps": None, "max_epochs": 1}), samples, ranks)
+    config_of_epoch = config.model_copy(update={"max_steps": None, "max_epochs": 1})
+    schedule = Schedule.of(config_of_epoch, steps(samples, 0, config.global_batch(ranks)), ranks)
     totals = [config.max_epochs * schedule.steps_per_epoch] if config.max_epochs else []
     if config.max_steps:
         totals.append(math.ceil(config.max_steps * config.global_batch(1) / config.global_batch(ranks)))

@@ -41,7 +41,7 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     lines = [
         f"{c.framework}, {c.model.name}: {count:,} weights; {job.data.name}: {len(job.data.train):,} training and "
         f"{len(job.data.val):,} validation samples",
-        f"{amount(size, 'rank')}, global batch {trainer.global_batch}, {steps}",
+        f"{amount(size, 'rank')}, global batch {c.batch_words(size)}, {steps}",
     ]
     if trainer.global_batch > trainer.train_size:
         lines.append(

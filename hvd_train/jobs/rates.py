@@ -8,6 +8,7 @@ from hvd_train.config import Config
 from hvd_train.config.user_code import look_in
 from hvd_train.core.learning_rate import Schedule
 from hvd_train.data.catalog import open_data
+from hvd_train.data.loader import Loader
 from hvd_train.report.plots import rates
 
 MOST = 20_000  # maximum number of points; longer trainings are subsampled
@@ -19,12 +20,14 @@ def draw_rates(config: Config, ranks: int, picture: Path) -> str:
     Opens the data for the number of samples. Plateaus are not simulated.
     """
     look_in(config.code_dir)
-    samples = len(open_data(config.data, config.task).train)
-    schedule = Schedule.of(config, samples, config.replicas(ranks))
+    train, replicas = open_data(config.data, config.task).train, config.replicas(ranks)
+    loader = Loader(train, global_batch=config.global_batch(replicas), seed=config.seed)
+    schedule = Schedule.of(config, loader.steps_per_epoch, replicas)
     steps = range(0, schedule.total_steps, -(-schedule.total_steps // MOST))
     values = [schedule.rate(step) for step in steps]
     rates(steps, values, schedule.steps_per_epoch, f"optim.schedule: {config.optim.schedule}", picture)
     first, last, top = values[0], schedule.rate(schedule.total_steps - 1), max(values)
-    length = f"{schedule.total_steps:,} steps of {schedule.global_batch} samples, {schedule.steps_per_epoch:,} an epoch"
+    size = config.batch_words(ranks) if config.by_tokens else f"of {schedule.global_batch} samples"
+    length = f"{schedule.total_steps:,} steps {size}, {schedule.steps_per_epoch:,} an epoch"
     rate = f"learning rate {first:.3g} at first, {top:.3g} at most, {last:.3g} at last"
     return "\n".join([f"{length}: {rate}", *schedule.notes(), f"picture: {picture}"])

@@ -49,7 +49,7 @@ class Way:
         exchange = {key: value for key, value in data["exchange"].items() if key not in others}
         exchange |= {"mode": self.mode, "compression": self.compression, "compression_error_every_n_steps": 0}
         data |= {"exchange": exchange, "batch_size": None, "noise_scale_every_n_steps": 0}
-        data["global_batch_size"] = config.global_batch(config.replicas(ranks))
+        data["global_batch_size"] = config.global_batch_size_on(ranks)
         data["optim"] |= {"sharded": self.sharded}
         if not self.pipeline:
             data["parallel"] |= {"pipeline": 1, "microbatches": None, "split": "auto"}

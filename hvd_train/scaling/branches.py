@@ -20,6 +20,7 @@ from hvd_train.config import Config, changed, digest, load_config
 from hvd_train.config.schedules import SCHEDULES
 from hvd_train.errors import CheckpointError, ConfigError, amount, listing
 from hvd_train.files import put
+from hvd_train.insight.calibration import check_samples
 from hvd_train.launch import logged
 from hvd_train.report.text_tables import table
 from hvd_train.run_folder import layout, metrics_file, safe_reading
@@ -112,6 +113,7 @@ def opened(
         checkpoint = store.newest_readable(checkpoint / "checkpoints")
     before = load_config(base=store.config_of(checkpoint))
     config = load_config(path, sets) if path else load_config(base=store.config_of(checkpoint), sets=sets)
+    check_samples(config)
     batch = config.global_batch(config.replicas(ranks))
     samples = samples or STEPS * batch
     if samples < FEWEST * times[-1] * batch:

@@ -20,6 +20,7 @@ from hvd_train.config import Config, digest, load_config, resolved_yaml
 from hvd_train.config.names import did_you_mean
 from hvd_train.errors import CheckpointError, ConfigError, amount, listing
 from hvd_train.files import content, put
+from hvd_train.insight.calibration import check_samples
 from hvd_train.insight.plan import MOST_COUNT, STRONG, WEAK
 from hvd_train.mode_comparison.turns import short_training
 from hvd_train.run_folder import layout, lock, safe_reading
@@ -76,6 +77,7 @@ class Study:
 
     def check(self) -> None:
         """Raise ConfigError if a number of ranks does not suit the configuration."""
+        check_samples(self.config)
         if self.config.batch_size is not None and not isinstance(self.config.batch_size, int):
             what = f"batch_size is {self.config.batch_size}, and a study compares sizes that are known"
             raise ConfigError(what, fix="--set batch_size=32, for example")

@@ -79,7 +79,7 @@ def verify(
     comparisons = list(_comparisons(worlds, frameworks, num_proc))
     head = (
         f"{config.model.name} on {config.data.name}, {config.optim.name}, {amount(steps, 'step')}, "
-        f"global batch {config.global_batch(config.replicas(num_proc))}"
+        f"global batch {config.batch_words(num_proc)}"
     )
     say("\n".join(text(head, notes, comparisons, config.precision)), styled=True)
     if report is not None:
@@ -127,7 +127,7 @@ def _plans(config: Config, framework: str, num_proc: int, steps: int, folder: Pa
     data |= {
         "framework": framework,
         "batch_size": None,
-        "global_batch_size": config.global_batch(config.replicas(num_proc)),
+        "global_batch_size": config.global_batch_size_on(num_proc),
         "max_steps": steps,
         "max_epochs": None,
         "swa": None,

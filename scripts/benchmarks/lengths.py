@@ -1,4 +1,5 @@
-"""Samples/s of a text classifier, padded in buckets or padded to the longest text, in turns.
+"""Samples/s of a text classifier: batches padded to the longest text of all, random batches padded to their longest,
+buckets, and batches by tokens, in turns.
 
 The texts are the paragraphs of Python's documentation, in two classes: about the language, or about a module.
 """
@@ -12,10 +13,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-TITLE = "text classification: buckets against the longest of all"
+TITLE = "text classification: buckets and batches by tokens against random batches and the longest of all"
 FRAMEWORKS, TURNS, EPOCHS, MOST = ("pytorch", "tensorflow"), 3, 3, 256
 COUNT = 6000  # texts
-PADDED = {"buckets": "auto", "longest of all": f"[{MOST}]"}
+SAMPLES, TOKENS = {"batch_size": 32}, {"data.lengths.max_tokens": 32 * MOST}
+PADDED = {
+    "longest of all": SAMPLES | {"data.lengths.buckets": f"[{MOST}]"},
+    "random batches": SAMPLES | {"data.lengths.buckets": "null"},
+    "buckets": SAMPLES,
+    "by tokens": TOKENS,
+}
 
 
 def build(num_classes: int, vocabulary_size: int, width: int = 64, heads: int = 4):  # noqa: ANN201
@@ -67,14 +74,14 @@ def write(path: Path) -> None:
     path.write_text("\n".join(lines))
 
 
-def run(framework: str, buckets: str, folder: Path) -> float:
+def run(framework: str, batches: dict, folder: Path) -> float:
     """Train for some epochs; return the samples/s."""
     (folder / "lengths.py").write_text(Path(__file__).read_text())
     model = "lengths:build" if framework == "pytorch" else "lengths:build_keras"
     keys = {"framework": framework, "model.name": model, "data.name": "labeled_text", "data.path": "texts.jsonl"}
     keys |= {"data.labels": "label", "data.lengths.max_length": MOST, "data.lengths.truncate": "true"}
-    keys |= {"data.lengths.buckets": buckets, "max_epochs": EPOCHS, "optim.name": "adam", "optim.lr": 0.001}
-    keys |= {"run_dir": "run", "tensorboard": "false", "batch_size": 32}
+    keys |= {"max_epochs": EPOCHS, "optim.name": "adam", "optim.lr": 0.001}
+    keys |= {"run_dir": "run", "tensorboard": "false", **batches}
     sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
     line = [str(Path(sys.executable).parent / "hvd-train"), "fit", "--overwrite", *sets]
     subprocess.run(line, cwd=folder, check=True, stdout=subprocess.DEVNULL)
@@ -88,11 +95,12 @@ def measure() -> list[dict]:
         for framework in FRAMEWORKS:
             speeds: dict[str, list[float]] = {name: [] for name in PADDED}
             for _ in range(TURNS):
-                for name, buckets in PADDED.items():
-                    speeds[name].append(run(framework, buckets, Path(folder)))
+                for name, batches in PADDED.items():
+                    speeds[name].append(run(framework, batches, Path(folder)))
             best = {name: max(values) for name, values in speeds.items()}
             row = {"framework": framework} | {f"samples/s, {name}": value for name, value in best.items()}
-            rows.append(row | {"times as fast": best["buckets"] / best["longest of all"]})
+            ratios = {f"{name} / random": best[name] / best["random batches"] for name in ("buckets", "by tokens")}
+            rows.append(row | ratios)
             print(json.dumps(rows[-1]), flush=True)
     return rows
 

@@ -318,7 +318,7 @@ def test_the_rate_does_not_leap_on_other_ranks_where_the_warmup_has_another_unit
         global_batch_size=None, batch_size=4, log_every_n_steps=1, checkpoint={"every_n_steps": 1},
         optim={"lr": 0.1, **keys}, **length,
     )  # fmt: skip
-    first = Schedule.of(c, N, 1)
+    first = Schedule.of(c, -(-N // c.global_batch(1)), 1)
     for ranks, steps in ((1, killed_at), (2, 4)):
         killed(ranks, c, tmp_path, steps, resume=True)
     log = Recorder()

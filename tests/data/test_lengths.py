@@ -90,6 +90,71 @@ def test_every_world_and_every_resume_takes_the_same_samples_in_batches_as_long(
     assert not same(rows(batches(source, epoch=2))[0], samples)
 
 
+def tokens(most=200, **lengths):
+    return opened(max_tokens=most, block=256, **lengths).train
+
+
+@pytest.mark.parametrize("buckets", ["auto", [6, 10, 14]])
+def test_batches_by_tokens_hold_samples_of_one_bucket_each_once_whatever_the_world(buckets):
+    source = tokens(buckets=buckets)
+    whole = batches(source)
+    samples, labels = rows(whole)
+    assert sorted(map(tuple, samples)) == sorted(map(tuple, SAMPLES)) and sorted(labels) == sorted(LABELS)
+    places = [b.inputs["input"].size for b in whole]
+    assert max(places) <= 200 and np.mean(sorted(places)[len(places) // 4 :]) > 150, "as full as they can be"
+    of_bucket: dict[int, set] = {}
+    for batch in whole:
+        of_bucket.setdefault(batch.inputs["input"].shape[1], set()).add(len(batch.weights))
+        longest = batch.inputs["mask"][: batch.count].sum(1).max()
+        assert buckets == "auto" or batch.inputs["input"].shape[1] == min(b for b in (6, 10, 14, 24) if b >= longest)
+    assert all(len(shapes) == 1 for shapes in of_bucket.values()), "one shape a bucket, its last batch too"
+    for size in (2, 3, 4):
+        found = batches(source, size)
+        assert same(rows(found)[0], samples) and (rows(found)[1] == labels).all()
+        assert [b.count for b in whole] == [
+            sum(b.count for b in found[k : k + size]) for k in range(0, len(found), size)
+        ]
+    parts = batches(source, 3, accumulate=2)
+    assert same(rows(parts)[0], samples) and (rows(parts)[1] == labels).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_ranks_have_equal_parts_of_batches_by_tokens(size):
+    several = [*SAMPLES] * 8, np.tile(LABELS, 8)
+    source = opened((several, VAL), max_tokens=900, block=256).train
+    found = batches(source, size)
+    steps = [found[k : k + size] for k in range(0, len(found), size)]
+    # The places that ranks compute, all padded to one length; the last batch of a bucket may have an odd sample.
+    work = [[b.count * b.inputs["input"].shape[1] for b in step] for step in steps]
+    uneven = [max(x) / np.mean(x) for x in work]
+    assert np.mean(uneven) < 1.05 and np.median(uneven) < 1.03
+    assert min(sum(x) for x in work) > 900 / 3, "no small rest"
+
+
+def test_an_epoch_by_tokens_resumes_between_any_two_batches():
+    source = tokens()
+    ends = np.cumsum([b.count for b in batches(source)])
+    samples = rows(batches(source))[0]
+    loader = Loader(source, global_batch=8, seed=5)
+    assert loader.steps_per_epoch == len(ends) and not same(rows(batches(source, epoch=2))[0], samples)
+    for number in (1, 2, len(ends) // 2, len(ends) - 1):
+        consumed = int(ends[number - 1])
+        assert same(rows(batches(source, 3, consumed=consumed))[0], samples[consumed:])
+        assert loader.place(1, consumed) == loader.steps_done(1, consumed) == number
+        assert loader.samples(1, number) == consumed
+        assert next(loader.epoch(1, consumed)).consumed == ends[number]
+    assert loader.place(1, 0) == loader.samples(1, 0) == 0 and loader.place(1, len(source)) == len(ends)
+    assert {len(batches(source, epoch=epoch)) for epoch in range(4)} == {len(ends)}
+
+
+def test_an_evaluation_by_tokens_takes_as_many_samples_as_fit():
+    data = opened(max_tokens=200, block=256)
+    config = load_config(base={"data": {"lengths": {"max_length": 24, "max_tokens": 200}}})
+    assert config.batch_size is None and config.global_batch(1) == config.global_batch(4) == 8
+    found = [*Loader(data.val, global_batch=config.global_batch(1)).evaluation()]
+    assert same(rows(found)[0], VAL[0]) and {len(b.weights) for b in found} == {8}
+
+
 def test_ranks_that_wait_for_none_take_the_same_parts():
     source = opened().train
     loader = Loader(source, global_batch=32, size=2, seed=5)
@@ -201,6 +266,9 @@ def test_ragged_data_without_the_key_name_it():
         ({"lengths": {"buckets": [20, 10]}}, "must rise"),
         ({"lengths": {"max_length": 10, "buckets": [20]}}, "20 is more than max_length"),
         ({"lengths": {"mask": "a b"}}, "the name of an argument"),
+        ({"lengths": {"max_tokens": 511}}, "max_tokens: 511 places are too few for a sample of max_length, 512"),
+        ({"lengths": {"max_tokens": 900, "buckets": None}}, "max_tokens: needs buckets"),
+        ({"lengths": {"max_tokens": 900, "block": 32}}, "block: with max_tokens, batches are the blocks"),
     ],
 )
 def test_mistakes_in_the_configuration(keys, words):

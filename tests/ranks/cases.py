@@ -130,6 +130,16 @@ TRAININGS["strokes-places"] = OWN_TASK | {
     },
     "task.metrics": ["accuracy", "f1"],
 }
+# Batches of as many places, whose samples are of one bucket; the third epoch begins in the middle of the run.
+TRAININGS["strokes-tokens"] = OWN_TASK | {
+    "data": {
+        "name": "tests.own_models:strokes_at_places",
+        "lengths": {"max_length": 24, "max_tokens": 1900, "buckets": [8, 12]},
+    },
+    "accumulate_grad_batches": 2,
+    "task.metrics": ["accuracy", "f1"],
+}
+TRAININGS["strokes-tokens"].pop("global_batch_size")
 KINDS = {"pytorch": "torch", "tensorflow": "keras"}
 OWN_MODELS = {
     "strokes": {"pytorch": "tests.own_models:pytorch_strokes", "tensorflow": "tests.own_models:keras_strokes"},

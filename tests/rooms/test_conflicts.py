@@ -29,7 +29,8 @@ VALUES = {
     "optim.sharded": ["true"], "parallel.pipeline": [2], "parallel.devices_per_rank": [2],
     "ema": ["{}"], "swa": ["{epochs: 1}"], "optim.groups": ["[{match: a, freeze: true}]", "[{match: a, lr: 1.0}]"],
     "optim.lr_scaling": ["linear", "sqrt"], "optim.warmup_epochs": [0.5], "optim.warmup_steps": [3],
-    "sync_batchnorm": ["true"], "data.lengths": ["{}"], "data.sampling": ["balanced"], "model.init_from": ["a.pt"],
+    "sync_batchnorm": ["true"], "data.lengths": ["{}"], "data.lengths.max_tokens": [512],
+    "data.sampling": ["balanced"], "model.init_from": ["a.pt"],
     "model.compile": ["true", "{dynamic: true}"], "model.recompute": ["true", "[a]"],
     "task.class_weights": ["balanced", "[1.0, 2.0]"], "task.step": ["a.b:c"],
 }  # fmt: skip
@@ -135,6 +136,8 @@ ALLOWED = [
     ["parallel.devices_per_rank=2", "exchange.op=adasum", "swa={epochs: 1}"],
     [LATER, *MANY, "on_nonfinite=skip", "precision=16-mixed", "data.lengths={}", *MUON],
     ["optim.name=a.b:c", FREEZE, "ema={}", *MANY, *LOCKSTEP, *SCALED],
+    ["data.lengths.max_tokens=600", NORMALIZE, *MANY, *LOCKSTEP, "ema={}"],
+    ["data.lengths.max_tokens=600", "exchange.mode=local_sgd", "optim.sharded=auto", "noise_scale_every_n_steps=0"],
     ["data.lengths={}", NORMALIZE, "data.sampling=balanced", "task.class_weights=[1.0, 2.0]"],
     ["task.class_weights=balanced", "data.transforms=[random_horizontal_flip]"],
     ["data.transforms=[mixup, cutmix]", "data.sampling=balanced", "data.target=inputs"],

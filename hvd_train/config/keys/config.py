@@ -30,6 +30,13 @@ def _precision(value: Any) -> Any:
     return known.get(value, value) if isinstance(value, int | str) and value is not True else value
 
 
+def _max_tokens(data: Any) -> Any:
+    """Return ``lengths.max_tokens`` of the section ``data``, which may not be checked yet; None if it is not given."""
+    for key in ("lengths", "max_tokens"):
+        data = data.get(key) if isinstance(data, dict) else getattr(data, key, None)
+    return data
+
+
 class Config(Section):
     """The whole configuration of a run."""
 
@@ -120,7 +127,8 @@ class Config(Section):
         """Set the defaults that depend on other keys, so that a resolved configuration shows them."""
         if isinstance(data, dict):
             data = dict(data)
-            if data.get("batch_size") is None and data.get("global_batch_size") is None:
+            sized = data.get("batch_size"), data.get("global_batch_size"), _max_tokens(data.get("data"))
+            if not any(size is not None for size in sized):
                 data["batch_size"] = 32
             if data.get("max_epochs") is None and data.get("max_steps") is None:
                 data["max_epochs"] = 1
@@ -230,6 +238,11 @@ class Config(Section):
         return copied
 
     @property
+    def by_tokens(self) -> int:
+        """Return the tokens of a step's batch, padding included; 0 if its samples are counted."""
+        return (self.data.lengths and self.data.lengths.max_tokens) or 0
+
+    @property
     def checks_gradients(self) -> bool:
         """Return whether steps with non-finite gradients are skipped."""
         return self.precision == "16-mixed" or self.on_nonfinite == "skip"
@@ -254,10 +267,26 @@ class Config(Section):
         return self.model_copy(update={"parallel": parallel})
 
     def global_batch(self, world_size: int) -> int:
-        """Return the samples per step: global_batch_size, or batch_size x world size x accumulate_grad_batches."""
+        """Return the samples per step: global_batch_size, or batch_size x world size x accumulate_grad_batches.
+
+        With ``data.lengths.max_tokens`` it is the number of the longest samples, which evaluations take at once.
+        """
         if self.global_batch_size:
             return self.global_batch_size
+        if self.by_tokens:
+            return self.by_tokens // self.data.lengths.max_length  # type: ignore[union-attr]
         if self.batch_size == "auto":
             what = "batch_size is auto, which 'hvd-train fit' alone replaces by a number"
             raise ConfigError(what, fix="--set batch_size=32, for example")
         return (self.batch_size or 0) * world_size * self.accumulate_grad_batches
+
+    def batch_words(self, ranks: int) -> str:
+        """Return the size of the global batch as text."""
+        return (
+            f"of at most {self.by_tokens:,} tokens" if self.by_tokens else str(self.global_batch(self.replicas(ranks)))
+        )
+
+    def global_batch_size_on(self, ranks: int) -> int | None:
+        """Return the ``global_batch_size`` that gives other numbers of ranks the batches of so many; None for batches
+        by tokens, which are the same anyway."""
+        return None if self.by_tokens else self.global_batch(self.replicas(ranks))

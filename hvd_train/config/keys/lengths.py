@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from hvd_train.config.keys.section import Positive, Section, raise_problems
+from hvd_train.config.keys.section import Positive, Section, is_set, raise_problems
 
 
 class LengthsConfig(Section):
@@ -20,6 +20,9 @@ class LengthsConfig(Section):
     block: Positive = Field(
         256, description="samples of a bucket that follow one another; best a multiple of the global batch"
     )
+    max_tokens: Positive | None = Field(
+        None, description="places of a step's batch over all ranks, padding included, instead of batch_size"
+    )
     mask: str | None = Field(
         "mask", description="the model's input that is true for places of a sample, false for padding; null: none"
     )
@@ -31,6 +34,14 @@ class LengthsConfig(Section):
                 raise_problems([("buckets", "must rise, each once")])
             if self.buckets[-1] > self.max_length:
                 raise_problems([("buckets", f"{self.buckets[-1]} is more than max_length, {self.max_length}")])
+        if self.max_tokens is not None:
+            if self.buckets is None:
+                raise_problems([("max_tokens", "needs buckets: the samples of a batch are of one bucket")])
+            if self.max_tokens < self.max_length:
+                what = f"{self.max_tokens:,} places are too few for a sample of max_length, {self.max_length:,}"
+                raise_problems([("max_tokens", f"{what}; raise it, or lower max_length")])
+            if is_set(self, "block"):
+                raise_problems([("block", "with max_tokens, batches are the blocks; leave one of them out")])
         if self.mask is not None and not self.mask.isidentifier():
             raise_problems([("mask", "give it the name of an argument of the model")])
         return self

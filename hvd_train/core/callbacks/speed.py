@@ -16,11 +16,13 @@ WARMUP_STEPS = 20  # steps left out of samples_per_second: tracing, allocation a
 class Speed(Hook):
     """Measures samples per second of all ranks: the median over the steps after the first 20.
 
-    Excludes evaluation and saving.
+    Excludes evaluation and saving. ``uneven``: steps differ in their work, as of samples of different lengths; then it
+    is the mean over these steps, whose median would depend on what most steps hold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, uneven: bool = False) -> None:
         self._rates: deque[float] = deque(maxlen=10_000)
+        self._uneven, self._total = uneven, np.zeros(2)  # samples and seconds of the steps
         self._steps, self._warm = 0, False
         self._open = 0, 0.0  # samples and seconds since the last rate
 
@@ -35,12 +37,16 @@ class Speed(Hook):
             return
         if self._steps > WARMUP_STEPS and not self._warm:
             self._rates.clear()
+            self._total[:] = 0
             self._warm = True
+        self._total += self._open
         self._rates.append(self._open[0] / max(self._open[1], 1e-9))
         self._open = 0, 0.0
 
     def median(self) -> float:
         """Samples per second of all ranks; 0 before the first step."""
+        if self._uneven and self._rates:
+            return float(self._total[0] / max(self._total[1], 1e-9))
         return float(np.median(self._rates)) if self._rates else 0.0
 
     def spread(self) -> tuple[float, float]:

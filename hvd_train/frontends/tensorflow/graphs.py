@@ -44,16 +44,22 @@ def compiling(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def signature(sample: Sample, arguments: Any, *axes: int | None) -> tuple[Any, ...]:
-    """Return the specs of (inputs, labels, weights, ...) after additional ``axes``; varying lengths are None."""
+    """Return the specs of (inputs, labels, weights, ...) after additional ``axes``.
+
+    Where lengths vary they are None, and so are the rows, because each bucket may have batches of its own size.
+    """
     ragged = {name for name, field in (*sample.inputs.items(), *sample.labels.items()) if field.ragged}
 
-    def spec(x: Any, varies: bool = False) -> tf.TensorSpec:
-        shape = [x.shape[0], None, *x.shape[2:]] if varies and len(x.shape) > 1 else x.shape
-        return tf.TensorSpec((*axes, *shape), x.dtype)
+    def rows(x: Any, *shape: int | None) -> tf.TensorSpec:
+        return tf.TensorSpec((*axes, None if ragged else x.shape[0], *shape), x.dtype)
 
-    inputs, labels, *others = arguments
-    fields = ({name: spec(x, name in ragged) for name, x in named.items()} for named in (inputs, labels))
-    return (*fields, *map(spec, others))
+    def field(name: str, x: Any) -> tf.TensorSpec:
+        varies = name in ragged and len(x.shape) > 1
+        return rows(x, *((None, *x.shape[2:]) if varies else x.shape[1:]))
+
+    inputs, labels, weights, *others = arguments
+    fields = ({name: field(name, x) for name, x in named.items()} for named in (inputs, labels))
+    return (*fields, rows(weights), *(tf.TensorSpec((*axes, *x.shape), x.dtype) for x in others))
 
 
 def same_shapes(a: Any, b: Any) -> bool:

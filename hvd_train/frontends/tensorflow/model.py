@@ -324,8 +324,8 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         if self._common:
             self._common.attach()
         # TensorFlow takes 0.4 ms a call to find the graph for a batch's shapes. Each field has one shape, so the length
-        # of the weights, arguments[2], identifies it.
-        key = graph, arguments[2].shape[0]
+        # of the weights, arguments[2], identifies it. Where lengths vary, one graph serves all shapes.
+        key = graph, None if self._ragged else arguments[2].shape[0]
         if key not in self._compiled:
             self._compiled[key] = graph.get_concrete_function(*graphs.signature(self._sample, arguments))
         return self._call(self._compiled[key], *arguments)
@@ -335,7 +335,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         if not steps:
             return
         flat = [tf.nest.flatten(arguments) for arguments, _ in steps]
-        first, rows = flat[0], steps[0][0][2].shape[0]
+        first, rows = flat[0], None if self._ragged else steps[0][0][2].shape[0]
         if rows not in self._steps:
             like = graphs.signature(self._sample, steps[0][0], None)
             self._steps[rows] = graph(self._traced_steps).get_concrete_function(*like)

@@ -18,6 +18,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.jobs.fit import locked_run_folder, train
 from hvd_train.jobs.job import build_job, noting_inputs
 from hvd_train.jobs.resume import resumes, split_as_before
+from hvd_train.launch.environment import prepare_rank, world
 from hvd_train.protocol import Build
 from hvd_train.script.shared.world import open_session
 from hvd_train.session import Session, failures_explained
@@ -85,6 +86,7 @@ def fit(
         lock = stack.enter_context(locked_run_folder(config, resume, overwrite))
         look_in(config.code_dir)
         user_data = None if isinstance(data, str) else data
+        prepare_rank(world(), config.framework, config.threads, verbose)  # the data may import the framework
         # Before the session: bad data raise an error before any rank waits for another.
         opened = open_data(config.data, config.task, user_data)
         session = Session.prepare(config.framework, config.threads, verbose, user_process=True)

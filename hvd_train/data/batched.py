@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -37,27 +38,32 @@ def batched(part: Any, where: str) -> PyDatasetStream | PipelineStream:
 
 
 class PyDatasetStream:
-    """The samples of a PyDataset. After the first epoch its batches, not their samples, are shuffled, as Keras does."""
+    """The samples of a PyDataset. After the first epoch its batches, not their samples, are shuffled, as Keras does.
+
+    ``numbers``: those of its batches that are read; None: all.
+    """
 
     num_classes: int | None = None
     class_names: tuple[str, ...] = ()
     advice = "let __getitem__ give the same batch each time; random changes belong into data.transforms"
 
-    def __init__(self, data: Any, where: str) -> None:
+    def __init__(self, data: Any, where: str, numbers: np.ndarray | None = None) -> None:
         self._data, self._where = data, where
-        batches = data.num_batches
-        if batches is None:
+        if data.num_batches is None:
             raise DataError(
                 "the PyDataset has no length", where=where, fix="let __len__ return how many batches it has"
             )
+        self._numbers = (np.arange(data.num_batches) if numbers is None else numbers).tolist()
+        batches = len(self._numbers)
         # How many samples each batch has is known from the first and the last one; ``iterate`` checks the others.
         self._batches, self._size, last = batches, 0, 0
         if batches:
-            self._size, last = self._rows(data[0]), self._rows(data[batches - 1])
+            self._size, last = (self._rows(data[self._numbers[k]]) for k in (0, -1))
         self._count = max(batches - 1, 0) * self._size + last
         ends = sorted({0, batches - 1}) if batches else []
         self.fingerprint = (
-            f"{type(data).__module__}.{type(data).__qualname__} {self._count} {_digest(data[k] for k in ends)}"
+            f"{type(data).__module__}.{type(data).__qualname__} {self._count} "
+            f"{_digest(data[self._numbers[k]] for k in ends)}"
         )
 
     def __len__(self) -> int:
@@ -72,13 +78,23 @@ class PyDatasetStream:
         first = min(start // self._size, self._batches - 1)
         skipped = start - first * self._size
         for number in order[first:].tolist():
-            batch = self._pair(self._data[number])
+            batch = self._pair(self._data[self._numbers[number]])
             if (rows := self._rows(batch)) != self._size and number < self._batches - 1:
-                what = f"batch {number} of the PyDataset has {rows} samples, and the first has {self._size}"
+                sizes = f"{rows} samples, and the first has {self._size}"
+                what = f"batch {self._numbers[number]} of the PyDataset has {sizes}"
                 raise DataError(what, where=self._where, fix="give all batches but the last the same size")
             for k in range(skipped, rows):
                 yield _row(batch[0], k), _row(batch[1], k)
             skipped = 0
+
+    def divided(self, held_out: Callable[[int], np.ndarray]) -> tuple[PyDatasetStream, PyDatasetStream]:
+        """Return the stream without and with the batches for which ``held_out(number of batches)`` is true."""
+        held = held_out(self._batches)
+        numbers = np.array(self._numbers)
+        train, val = (PyDatasetStream(self._data, self._where, numbers[rows]) for rows in (~held, held))
+        for part in (train, val):
+            part.num_classes, part.class_names = self.num_classes, self.class_names
+        return train, val
 
     def _rows(self, batch: Any) -> int:
         return len(_first(self._pair(batch)[0]))
@@ -126,6 +142,19 @@ class PipelineStream:
     def iterate(self, epoch: int, start: int) -> Iterator[tuple[Any, Any]]:
         """Iterate over the samples after the first ``start``; each epoch has the same order."""
         yield from self._samples.skip(start).as_numpy_iterator()
+
+    def divided(self, held_out: Callable[[int], np.ndarray]) -> tuple[PipelineStream, PipelineStream]:
+        """Return the stream without and with the samples for which ``held_out(number of samples)`` is true."""
+        held = held_out(self._count)
+        train, val = self._with(~held), self._with(held)
+        return train, val
+
+    def _with(self, rows: np.ndarray) -> PipelineStream:
+        gather, part = sys.modules["tensorflow"].gather, copy.copy(self)
+        numbered = self._samples.enumerate().filter(lambda number, _: gather(rows, number))
+        part._samples, part._count = numbered.map(lambda _, sample: sample), int(rows.sum())
+        part.fingerprint = f"{self.fingerprint} {hashlib.sha256(rows.tobytes()).hexdigest()}"
+        return part
 
 
 def _check_no_list(pair: Any, where: str) -> None:

@@ -1,4 +1,7 @@
-"""Which samples are held out for validation: a share of each class, or a fold, whatever the seed of the run."""
+"""Which samples are held out for validation: a share of each class, or a fold, whatever the seed of the run.
+
+Of samples that are read in their own order, every k-th.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,22 @@ def fold_held_out(labels: np.ndarray, part: int, parts: int, where: str) -> np.n
         return (turned * count // parts, (turned + 1) * count // parts) if count > 1 else (0, 0)
 
     return _held_out(labels, bounds, where)
+
+
+def spread_share(count: int, fraction: float, where: str) -> np.ndarray:
+    """Return which of ``count`` samples or batches in a row are held out (count,), evenly spread over them."""
+    held = np.diff(np.floor(np.arange(count + 1) * fraction + 1e-9)) > 0
+    if not held.any() or held.all():
+        what = f"{fraction:g} of {count} in a row leaves nothing to hold out or to train on"
+        raise DataError(what, where=where, fix="set another data.val_fraction, or give a validation part")
+    return held
+
+
+def spread_fold(count: int, part: int, parts: int, where: str) -> np.ndarray:
+    """Return which of ``count`` samples or batches in a row are in fold ``part`` of ``parts`` (count,)."""
+    if count < parts:
+        raise DataError(f"{count} in a row cannot be divided into {parts} folds", where=where, fix="take fewer folds")
+    return np.arange(count) % parts == part
 
 
 def _held_out(labels: np.ndarray, bounds: Callable[[int, int], tuple[int, int]], where: str) -> np.ndarray:

@@ -18,7 +18,7 @@ from hvd_train.data.classes import Known
 from hvd_train.data.column import LABEL, check_no_mask, is_class
 from hvd_train.data.dataset import DataRequest, Divisible, Parts, Whole, known
 from hvd_train.data.generators import beside
-from hvd_train.data.held_out import fold_held_out, share_held_out
+from hvd_train.data.held_out import fold_held_out, share_held_out, spread_fold, spread_share
 from hvd_train.data.items import Items, gives_items
 from hvd_train.data.ragged import RaggedRows, check_lengths, is_ragged, ragged_rows
 from hvd_train.data.streams import StreamSource
@@ -40,7 +40,7 @@ def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_
             made = function(**config.options)
     if isinstance(made, dict) and "train" in made and all(map(gives_items, made.values())):
         made = _splits(made, where)
-    if gives_items(made):
+    if gives_items(made) or gives_batches(made):
         whole = _source(made, config, task, where, known(config, request), request.labels)
         return Whole(cast(Divisible, whole), config.val_fraction)
     listed = isinstance(made, tuple | list) and len(made) in (2, 3)
@@ -117,7 +117,8 @@ def _source(
             raise DataError(what, where="data.lengths", fix="give an object with fetch and lengths")
         if config.workers > 1:
             raise DataError("a stream is read by one thread, in order", where="data.workers", fix="set it to 1")
-        stream = UserStream(part, config, task, where, classes)
+        kind = BatchedStream if hasattr(part, "divided") else UserStream
+        stream = kind(part, config, task, where, classes)
         stream.note = "\n".join(filter(None, [stream.note, getattr(part, "remark", "")]))
         return stream
     if isinstance(part, dict) or len(part) != 2:
@@ -448,6 +449,26 @@ class UserStream(UserSource):
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
         inputs, labels = self._fetch(indices, epoch)
         return self._template.convert(inputs, labels, indices)
+
+
+class BatchedStream(UserStream):
+    """The samples of a tf.data.Dataset or a PyDataset, of which some can be held out."""
+
+    def __init__(self, user_source: Any, config: DataConfig, task: TaskConfig, where: str, classes: Known) -> None:
+        self._stream, self._arguments = user_source, (config, task, where, classes)
+        super().__init__(user_source, *self._arguments)
+
+    def split(self, fraction: float) -> tuple[UserStream, UserStream]:
+        """Hold out ``fraction`` of the samples (of a PyDataset: of its batches), evenly spread over their order."""
+        return self._divided(lambda count: spread_share(count, fraction, self._where))
+
+    def fold(self, part: int, parts: int) -> tuple[UserStream, UserStream]:
+        """Hold out every ``parts``-th sample (of a PyDataset: batch)."""
+        return self._divided(lambda count: spread_fold(count, part, parts, self._where))
+
+    def _divided(self, held_out: Callable[[int], np.ndarray]) -> tuple[UserStream, UserStream]:
+        train, val = (UserStream(part, *self._arguments) for part in self._stream.divided(held_out))
+        return train, val
 
 
 def _arrays(

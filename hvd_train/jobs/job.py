@@ -21,7 +21,7 @@ from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.jobs.class_weights import with_class_weights
 from hvd_train.jobs.initial_weights import initialize
 from hvd_train.jobs.resume import resumes, split_as_before
-from hvd_train.launch.environment import world
+from hvd_train.launch.environment import prepare_rank, world
 from hvd_train.protocol import Communicator, FrontEnd, Sample, one_or_all
 from hvd_train.run_folder.terminal import long_step
 from hvd_train.session import Session
@@ -82,6 +82,7 @@ def opened_job(
     """
     # Data first, because a wrong path is found in a fraction of a second, while a framework takes seconds to import.
     look_in(config.code_dir)
+    prepare_rank(world(), config.framework, config.threads, verbose)  # a user's data module may import the framework
     shown = progress and world().rank == 0
     with long_step("opening the data", shown):
         data = open_data(config.data, config.task)

@@ -122,17 +122,21 @@ def rank_settings(here: World, framework: str | None, count: int, verbose: bool)
 def prepare_rank(
     here: World, framework: str | None, wanted_threads: int | str, verbose: bool
 ) -> tuple[int, dict[str, dict[str, str]]]:
-    """Bind this rank to its cores and set its environment, before any framework is loaded.
+    """Bind this rank to its cores and set its environment, before any framework is loaded; again changes nothing.
 
     Returns the number of threads, and for each variable {"value": ..., "chosen_by": "user" or "hvd_train"}.
     """
     bind(here)
     count = threads(wanted_threads, here)
     settings = rank_settings(here, framework, count, verbose)
-    chosen_by = {name: "user" if name in os.environ else "hvd_train" for name in settings}
     for name, value in settings.items():
-        os.environ.setdefault(name, value)
-    return count, {name: {"value": os.environ[name], "chosen_by": chosen_by[name]} for name in settings}
+        if name not in os.environ:
+            os.environ[name] = _chosen[name] = value
+    by = {name: "hvd_train" if _chosen.get(name) == os.environ[name] else "user" for name in settings}
+    return count, {name: {"value": os.environ[name], "chosen_by": by[name]} for name in settings}
+
+
+_chosen: dict[str, str] = {}  # what ``prepare_rank`` has set in this process
 
 
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX = -3, -1, -8  # malloc.h

@@ -133,6 +133,38 @@ def test_ranks_and_a_resumed_epoch_read_the_same(part):
         assert np.array_equal(trained_on(train, 2, epoch, consumed=48), want[48:])
 
 
+def alone(part, **keys):
+    config = load_config(base={"data": {"name": "mine:data", "num_classes": 10, **keys}})
+    return open_data(config.data, config.task, part, DataRequest())
+
+
+@pytest.mark.parametrize("part", [ROWS, ROWS.batch(9), TENS])
+@pytest.mark.parametrize("keys", [{"val_fraction": 0.3}, {"fold": [1, 4]}, {"val_fraction": 0.1}])
+def test_one_of_them_alone_is_divided(part, keys):
+    data = alone(part, **keys)
+    train, val = trained_on(data.train, 1, 0), trained_on(data.val, 1, 0)
+    share = keys.get("val_fraction", 0.25)
+    assert len(train) == len(data.train) and len(val) == len(data.val) and len(train) + len(val) == COUNT
+    assert abs(len(val) - share * COUNT) < (10 if part is TENS else 2)
+    assert np.array_equal(np.bincount(np.append(train, val), minlength=10), np.bincount(LABELS[:COUNT], minlength=10))
+    rows = [part.fetch(np.array([k]))[0]["input"].ravel() for part in (data.train, data.val) for k in range(len(part))]
+    assert sorted(map(tuple, rows)) == sorted(map(tuple, (IMAGES[:COUNT] / 16).astype(np.float32).reshape(COUNT, -1)))
+    for epoch in (0, 1):
+        want = trained_on(data.train, 1, epoch)
+        assert np.array_equal(np.sort(want), np.sort(train))
+        assert np.array_equal(trained_on(data.train, 2, epoch, consumed=32), want[32:])
+    assert data.train.fingerprint != data.val.fingerprint
+    first = int(np.argmax(np.diff(np.floor(np.arange(COUNT + 1) * share)) > 0))
+    assert "fold" in keys or part is TENS or val[0] == LABELS[first], "spread over the order, and not its end"
+
+
+def test_one_that_is_too_short_to_be_divided():
+    with pytest.raises(DataError, match=r"0.1 of 3 in a row leaves nothing to hold out"):
+        alone(Batches(10, 10, 10), val_fraction=0.1)
+    with pytest.raises(DataError, match=r"3 in a row cannot be divided into 5 folds"):
+        alone(Batches(10, 10, 10), fold=[0, 5])
+
+
 def test_batches_of_a_pydataset_are_shuffled_after_the_first_epoch():
     train = opened(TENS).train
     assert np.array_equal(trained_on(train, 1, 0), LABELS[:COUNT])

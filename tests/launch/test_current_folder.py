@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,30 @@ def test_ranks(folder, launcher):
     ]
     done = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode != 99 and "x" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_environment_of_a_rank_is_set_before_your_modules_load_a_framework(tmp_path, ranks):
+    """A file with both data and model imports it at its top, before the model is built."""
+    code = """
+        import os
+        seen = {name: os.environ.get(name) for name in ("KERAS_BACKEND", "OMP_NUM_THREADS")}
+        assert seen == {"KERAS_BACKEND": "tensorflow", "OMP_NUM_THREADS": "3"}, seen
+        raise ValueError("all as it should be")
+    """
+    (tmp_path / "own_data.py").write_text(textwrap.dedent(code))
+    line = [
+        str(Path(sys.executable).parent / "hvd-train"),
+        "fit",
+        "--set",
+        "framework=tensorflow",
+        "--set",
+        "threads=3",
+    ]
+    line += ["--set", "data.name=own_data:data", *(["-np", "2"] if ranks == 2 else [])]
+    clean = {k: v for k, v in os.environ.items() if k not in ("KERAS_BACKEND", "OMP_NUM_THREADS")}
+    done = subprocess.run(line, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert "all as it should be" in done.stderr and done.returncode == 3, done.stderr
 
 
 def test_python_m(folder):

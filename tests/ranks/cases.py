@@ -240,6 +240,7 @@ RESUMED = {name: SHORT | {"exchange": COMPRESSED[name]} for name in ("topk", "po
 RESUMED |= {name: SHORT | {"exchange": x} | MOMENTUM.get(name, {}) for name, x in (LOOSE | DELAYED).items()}
 RESUMED |= {name: SHORT | keys for name, keys in (TWO_PHASE | AVERAGED).items()}
 RESUMED |= {"dropout": DROPOUT}
+RESUMED["strokes-tokens-cut"] = TRAININGS["strokes-tokens"] | {"optim.schedule": "constant", "max_steps": 8}
 
 # What worlds of three ranks and more run, up to the largest of a framework: where shares of other sizes could show.
 # TensorFlow traces each case on each rank.

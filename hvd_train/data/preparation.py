@@ -89,6 +89,10 @@ class Preparation:
             facts["fill"] = str(fill) if words else float(fill)
         elif policy == "flag":
             facts["flag"] = True
+        if words and self._config.categories == "auto" and self._dates(name):
+            what = "its words are dates, each of which would be a category"
+            fix = f"set data.dates: [{name}] and data.scale: standard, or leave it out by data.features"
+            raise self._error(name, what, fix)
         if words:
             values = sorted({*there.tolist()})
             if len(values) > MANY_WORDS and 2 * len(values) > len(there):
@@ -103,6 +107,13 @@ class Preparation:
             ends = MinMaxScaler().fit(filled)
             facts |= {"minus": float(ends.data_min_[0]), "over": float(1 / ends.scale_[0])}
         return facts
+
+    def _dates(self, name: str) -> bool:
+        """Return whether all cells of a column of words are dates, or empty."""
+        try:
+            return not np.isnan(self._table.days(name)[0]).all()
+        except DataError:
+            return False
 
     def inputs(self) -> tuple[Any, Any, list[str]]:
         """Return the inputs, the names of their columns and remarks.

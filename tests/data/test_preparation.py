@@ -263,6 +263,10 @@ def test_unseen_words(tmp_path):
             {},
             "60 different words in 60 training samples are no categories; .*leave the column out by data.features",
         ),
+        (
+            "day,y\n2024-01-31,0\n2024-02-29,1\n,1\n", TRAIN, {},
+            r"its words are dates, .*column 'day'; set data.dates: \[day\] and data.scale: standard",
+        ),
     ],
 )  # fmt: skip
 def test_bad_tables(train, val, keys, told, tmp_path):

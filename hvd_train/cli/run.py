@@ -62,12 +62,15 @@ def run(
     from hvd_train.launch.rank_program import wrapped
     from hvd_train.launch.start_plan import InAllocation, Restarts, plan
     from hvd_train.launch.watchdog import VARIABLE
+    from hvd_train.run_folder.terminal import warn
 
     if program[0].startswith("-"):
         raise click.NoSuchOption(program[0])
     if program[0].endswith(".py") and not os.access(program[0], os.X_OK):
         fix = f"hvd-train run ... -- python {' '.join(program)}"
         raise ConfigError(f"{program[0]} is a script, which python runs", where="hvd-train run", fix=fix)
+    if not torchrun and (script := _for_torchrun(program)):
+        warn(f"{script} calls init_process_group, which reads the variables that --torchrun sets")
     if stall_seconds is not None:
         os.environ[VARIABLE] = f"{stall_seconds:g}"
     ranks = plan(num_proc, launcher, hosts, nnodes, nproc_per_node, Restarts(max_restarts), dry_run=False)
@@ -77,3 +80,13 @@ def run(
     if ranks is None:  # a single rank, or a rank that another launcher has started
         os.execv(line[0], line)
     sys.exit(ranks.run_program(line, verbose))
+
+
+def _for_torchrun(program: tuple[str, ...]) -> str:
+    """Return the script among the words of a command that opens torch.distributed by itself, or ""."""
+    for word in program:
+        if word.endswith(".py") and os.path.isfile(word):
+            with open(word, encoding="utf-8", errors="replace") as file:
+                text = file.read()
+            return word if "init_process_group(" in text and "hvd_train" not in text and "RANK" not in text else ""
+    return ""

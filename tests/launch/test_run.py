@@ -131,6 +131,10 @@ def test_a_script_with_ddp_as_it_is(tmp_path):
     )
     out, _ = run("-np", "2", "--tag", "--torchrun", "--", "python", "ddp.py", cwd=tmp_path)
     assert sorted(out.splitlines()) == ["[0] sum 3.0", "[1] sum 3.0"]
+    process = begin("-np", "2", "--", "python", "ddp.py", cwd=tmp_path)
+    _, err = process.communicate(timeout=SECONDS)
+    told = "warning: ddp.py calls init_process_group, which reads the variables that --torchrun sets"
+    assert process.returncode == 1 and told in err
 
 
 def test_in_an_allocation_the_first_node_is_where_they_meet(monkeypatch):

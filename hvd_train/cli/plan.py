@@ -124,7 +124,7 @@ def plan(
     if counts != [1] or slept:  # ranks of other hosts, real or imagined, share no weights
         config = planning.unshared(config)
     cores = measuring.host_cores()
-    wanted = measuring.placements(cores, config.threads, [n for n in on_host if n <= cores])
+    wanted = measuring.placements(cores, config.threads, [n for n in on_host if n <= measuring.TRIED * cores])
     start = measuring.on_ranks("auto")
     with measuring.folder_of(config, shared=False) as files:
         measured = measuring.measure(config, wanted, seconds, start, files, _report)

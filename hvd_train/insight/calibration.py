@@ -121,6 +121,9 @@ def _own(calls: np.ndarray) -> np.ndarray:
     return np.maximum(calls[:, :, 1] - calls[:, :, 2], 1e-9)
 
 
+TRIED = 4  # ranks a core, up to which numbers of ranks that are asked for are tried; more are extrapolated
+
+
 def host_cores() -> int:
     """Return the cores of this host that this process may use."""
     return len(os.sched_getaffinity(0))
@@ -202,7 +205,8 @@ def measure(
         left = seconds - (time.monotonic() - began)
         if turn and (left < longest or not result.figures):
             break
-        if placement in result.problems or (result.figures and placement[0] > max(result.cores, 2)):
+        most = max(result.cores, 2) if result.cores != host_cores() else TRIED * result.cores
+        if placement in result.problems or (result.figures and placement[0] > most):
             continue  # of GPUs there may be fewer than cores
         if worlds >= ALWAYS and left < longest:
             missing.append(placement)

@@ -255,6 +255,8 @@ class Model:
     def _multi(self, ranks: int = 2) -> Point | None:
         """Return the point with a measured exchange that is nearest to ``ranks``; None if none was measured."""
         several = [one for one in self._point.values() if one.exchange > 0]
+        # Ranks that share cores wait for a core in each exchange, as those of other hosts do not.
+        several = [one for one in several if one.ranks <= max(self.cores, 2)] or several
         return min(several, key=lambda one: abs(math.log(one.ranks / ranks))) if several else None
 
     def driver(self, ranks: int) -> float:

@@ -1,8 +1,8 @@
 """Predicted against measured: ``hvd-train plan`` beside real trainings, for models, frameworks, ranks and links.
 
 On this host a cell is a model, a framework and a number of ranks. A study (``hvd-train scale --weak``) measures it,
-half before and half after the plan, so that a drift of the machine hits both. Ranks up to the cores are tried by the
-plan; more are extrapolated, and share cores. Over links (``--rates``, network namespaces as root) a cell is a
+half before and half after the plan, so that a drift of the machine hits both. The plan tries these ranks too, also
+more than cores. Over links (``--rates``, network namespaces as root) a cell is a
 rehearsal: ranks that sleep the steps' own times and exchange for real, against the prediction for as many hosts.
 
 Baselines: linear (N times one rank), and a scaling law through the study's smaller numbers of ranks, where there are
@@ -68,7 +68,7 @@ def on_this_host(name: dict, config: Config, options: Any, folder: Path) -> tupl
     ranks = [int(n) for n in options.ranks.split(",")]
     half = max(options.repeats // 2, 1)
     study(file, folder / "study", ranks, half, options.seconds)
-    placements = calibration.placements(cores, config.threads, [n for n in ranks if n <= cores])
+    placements = calibration.placements(cores, config.threads, [n for n in ranks if n <= calibration.TRIED * cores])
     start = calibration.on_ranks("auto")
     found = calibration.measure(config, placements, options.plan_seconds, start, folder / "plan", lambda line: None)
     rates = study(file, folder / "study", ranks, options.repeats, options.seconds)

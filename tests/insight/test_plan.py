@@ -447,9 +447,11 @@ def test_mistakes_of_the_command(tmp_path):
 )
 def test_a_plan_on_real_ranks(tmp_path, framework):
     (tmp_path / "job.yaml").write_text(TINY)
-    words = ["plan", "-c", "job.yaml", "--set", f"framework={framework}", "--ranks", "1,2", "--seconds", "5"]
+    words = ["plan", "-c", "job.yaml", "--set", f"framework={framework}", "--ranks", "1,2,3", "--seconds", "7"]
     words += ["--hosts", "1,4", "--link", "1gbit", "--rehearse", "2", "-o", "plan.json", "-o", "plan.png"]
     done = run(*words, cwd=tmp_path)
+    if measuring.host_cores() == 2:  # more ranks than cores are tried, too, if they are asked for
+        assert re.search(r"^1 +3 .* (measured|predicted), shares cores$", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^4 +[48] .* predicted$", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^- +2 .* rehearsed$", done.stdout, re.MULTILINE)
     found = json.loads((tmp_path / "plan.json").read_text())

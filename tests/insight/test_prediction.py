@@ -113,6 +113,16 @@ def test_ranks_that_were_not_measured_lie_between_and_beyond_the_cores_they_take
     assert crowded.own == pytest.approx(0.32) and crowded.shared and crowded.rate < model.predict(1, 4).rate
 
 
+def test_ranks_that_shared_cores_are_what_was_measured_and_tell_nothing_of_hosts():
+    pair = {(1, 1): [point(1)], (2, 1): [point(2, exchange=0.02, empty=0.001)]}
+    crowded = pair | {(4, 1): [point(4, own=0.25, exchange=0.2, empty=0.15)]}
+    known, asked = (Model(points, cores=2, sent=1e7, messages=2) for points in (pair, crowded))
+    assert asked.predict(1, 4).measured and asked.predict(1, 4).shared
+    assert asked.predict(1, 4).step == pytest.approx(crowded[4, 1][0].step, rel=0.02) != known.predict(1, 4).step
+    for hosts in (4, 8):
+        assert asked.predict(hosts, 1, 1, LINK).step == known.predict(hosts, 1, 1, LINK).step
+
+
 def test_another_batch_moves_along_the_measured_line():
     model = host()
     assert model.predict(1, 1, 1, batch=64).own == pytest.approx(0.15)

@@ -275,7 +275,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         if self.config.model.compile:
             self._gradients = graph(self._gradients_of, jit_compile=True)
         self._step = graph(self._traced_step)
-        self._steps: dict[int, Callable] = {}  # {rows of a batch: graph}
+        self._steps: dict[int | None, Callable] = {}  # {rows of a batch, None where they vary: graph}
 
     def to_device(self, batch: Batch) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
         """Move a batch to the device in its stored dtype, mostly with its padding, so that shapes never change."""

@@ -147,6 +147,10 @@ class Reducer:
             return
         self.reached()
         gradient: Any = self._tensors[i].grad
+        if gradient is None:
+            what = "a hook of yours has set the gradient to None before the ranks have joined it"
+            fix = "call step() and zero_grad() when backward() has returned"
+            raise ConfigError(what, where=self._name(i), fix=fix, common=True)
         if gradient.requires_grad:
             what = "backward(create_graph=True) keeps a graph of this rank's gradient alone"
             fix = "take the gradients for a penalty from torch.autograd.grad(..., create_graph=True)"

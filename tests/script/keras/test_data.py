@@ -269,6 +269,25 @@ def test_short_batches_within_a_pipeline_are_filled_up(name):
     assert known == (-2 if name in ("a part repeated", "the short one first", "zipped") else len(expected))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_rest_that_the_pipeline_drops_is_dropped_of_global_batches(padded):
+    """As one process with batches as large as these together drops it; each rank always gets whole batches."""
+    lengths = tf.data.Dataset.range(1, 46).map(lambda n: tf.range(n % 5 + 1) + 1)
+    batched = lengths.padded_batch(6, drop_remainder=True) if padded else tf.data.Dataset.range(45).batch(6, True)
+    ranks = [training(rank, batched.map(lambda x: x).prefetch(2)) for rank in world(2)]
+    taken = [[*mine.as_numpy_iterator()] for mine in ranks]
+    assert [len(mine) for mine in taken] == [3, 3] == [int(mine.cardinality()) for mine in ranks]
+    assert {len(batch) for mine in taken for batch in mine} == {6}
+    if not padded:
+        assert np.concatenate([np.append(*step) for step in zip(*taken, strict=True)]).tolist() == [*range(36)]
+    else:  # padded to the longest of the global batch
+        assert {batch.shape[1] for mine in taken for batch in mine} == {5}
+    with pytest.raises(ConfigError, match="has 2 batches for 3 ranks, and drop_remainder drops what is less"):
+        training(world(3)[0], tf.data.Dataset.range(15).batch(6, drop_remainder=True))
+    again = tf.data.Dataset.range(15).batch(6, drop_remainder=True).unbatch().batch(5)
+    assert [len(batch) for batch in training(world(2)[0], again)] == [5, 1]
+
+
 def test_ranks_with_other_arrays_are_told_apart():
     x = np.arange(4000.0).reshape(1000, 4)
     assert digest((x,)) == digest((x.copy(),)) != digest((x[::-1],))

@@ -268,6 +268,7 @@ ERRORS = {
     "twice summed": "ConfigError: a second backward.* before the step would count the first one's sum .* ht.no_sync",
     "summed again": r"ConfigError: a gradient was replaced after backward\(\) had summed it",
     "replaced": "ConfigError: a parameter of shape .7, 32. was added to the model after ht.distribute",
+    "taken": "ConfigError: a hook of yours has set the gradient to None before .*; weight; call step",
     "within": r"ConfigError: the gradients of this backward\(\) are not reduced yet; SGD.step",
     "alone failed": "CommunicationError: an error ended backward.* on this rank alone",
     "mode": "ConfigError: mode='local_sgd' works only with hvd-train fit; ht.distribute; a script takes one of a",

@@ -12,6 +12,7 @@ from hvd_train.protocol import Communicator
 from hvd_train.script.keras.data.leaves import caches, is_ragged, keep_first, kind_of
 
 WATCHED = 4096  # values per batch that are hashed to compare orders
+BATCHED = ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset")
 MIXING = ("Repeat", "Concatenate", "Shuffle", "Interleave")  # steps of a pipeline after which any batch may be short
 
 
@@ -113,10 +114,17 @@ def _may_be_short(data: Any) -> bool:
     return any(x in name for x in MIXING) or any(map(_may_be_short, data._inputs()))
 
 
+def drops_rest(data: Any) -> bool:
+    """Return whether a tf.data.Dataset drops a batch that is short, as ``batch(6, drop_remainder=True)`` does."""
+    if type(data).__name__ in BATCHED:
+        return bool(data._drop_remainder)
+    return any(map(drops_rest, data._inputs()))
+
+
 def _full_batches(data: Any) -> tuple[int, Fraction] | None:
     """Return (samples of a full batch, samples of all batches as a multiple of it); None if they are not known."""
     name = type(data).__name__
-    if name in ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset"):
+    if name in BATCHED:
         size, samples = int(data._batch_size), int(data._input_dataset.cardinality())
         samples -= samples % size if bool(data._drop_remainder) else 0
         return None if samples < 0 else (size, Fraction(samples, size))
@@ -243,6 +251,14 @@ def dataset_parts(
 
     whole, known = world.size * together, int(data.cardinality())
     padded = varies(data)
+    if drops_rest(data):  # so does one process with batches as large as these together, whose steps all have one size
+        full = joined(data, whole).filter(lambda *x: count(*x) == batch * whole) if padded else None
+        parts = full or data.rebatch(batch * whole, drop_remainder=True)
+        parts = parts if order_digest is None else order_digest.watched(parts)
+        parts = parts.map(part)
+        if known > 0:  # without it Keras finds the end within a step that has already counted
+            parts = parts.apply(tf.data.experimental.assert_cardinality(known // whole))
+        return _peekable(parts.prefetch(2))
     steps, certain = -(-known // whole), known % whole == 0 if padded else known % whole != 1
     may_be_short, rest = _may_be_short(data), Fraction()
     if known > 0 and (may_be_short or not certain):

@@ -14,7 +14,7 @@ from hvd_train.data.order import mix
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator
 from hvd_train.script.keras.data.arrays import ArrayParts
-from hvd_train.script.keras.data.dataset import BatchOrderDigest, dataset_parts, ends, in_order
+from hvd_train.script.keras.data.dataset import BatchOrderDigest, dataset_parts, drops_rest, ends, in_order
 from hvd_train.script.keras.data.epochs import Epochs
 from hvd_train.script.keras.data.leaves import (
     BATCH,
@@ -131,6 +131,9 @@ def _dataset(
     first = first_batch(x)
     size = length(first) if first is not None else 0
     _enough(size if known == 1 else (known or world.size) * size, "samples", world)
+    if known and known < world.size * together and drops_rest(x):
+        what = f"the data set has {known} batches for {world.size * together} ranks, and drop_remainder drops what is less"
+        raise ConfigError(what, where=WHERE, fix="make its batches smaller")
     return dataset_parts(x, world, size, order_digest, together), _batch_facts(known, size, first)
 
 

@@ -173,6 +173,11 @@ def errors(folder: Path):
         model(digits(8)[:][0]).sum().backward()
         optimizer.step()
 
+    def taken():
+        model = nn.Linear(3, 1)
+        model.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+        ht.distribute(model)(torch.ones(1, 3)).sum().backward()
+
     def within():
         model = ht.distribute(nn.Linear(1024, 1024, bias=False), overlap=True)
         optimizer = sgd(model)
@@ -313,6 +318,7 @@ def errors(folder: Path):
             "summed again": summed_again,
             "replaced": replaced,
             "within": within,
+            "taken": taken,
             "alone failed": alone_failed,
             "mode": lambda: ht.distribute(mlp(), mode="local_sgd", local_steps=4),
             "damaged": damaged,

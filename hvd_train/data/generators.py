@@ -26,7 +26,8 @@ def seed_all(key: int, own: list[Any] | None = None) -> None:
     random.seed(key)
     np.random.seed(key % 2**32)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(key)
+        # Not torch.manual_seed, which seeds those of GPUs as well, and writes down the stack for each: 0.2 ms.
+        torch.default_generator.manual_seed(key)
     for number, one in enumerate(own or ()):
         seed = mix(key, number)
         if isinstance(one, np.random.Generator):

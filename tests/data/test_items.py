@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ from hvd_train.data import items
 from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataRequest
 from hvd_train.data.formats import read_digits
+from hvd_train.data.generators import seed_all
+from hvd_train.data.item_workers import ItemWorkers
 from hvd_train.data.loader import Loader
 from hvd_train.errors import ConfigError, DataError
 from tests.launching import needs_horovod
@@ -714,3 +717,38 @@ def test_labels_are_images_only_beside_an_image(shape, wanted):
     data = open_data(config.data, config.task, samples)
     label = data.sample.labels["label"]
     assert label.shape == wanted and label.image == (wanted == (5, 7, 3))
+
+
+def sized(count: int, kind: str = "float32"):
+    """Give arrays whose size depends on the call: some go through the pipe, the others through common memory."""
+    return {"x": np.arange(count * 3, dtype=kind).reshape(count, 3), "y": [np.ones(2), np.full(count, 7, np.int64)]}
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_arrays_of_any_size_come_back_from_a_process(monkeypatch, memory):
+    if not memory:  # as a sandbox may
+        monkeypatch.setattr(os, "memfd_create", lambda *_: (_ for _ in ()).throw(PermissionError()))
+    workers = ItemWorkers(2, sized, "here")
+    kept = []
+    for count in (1, 100_000, 10, 400_000, 20_000, 0):
+        for kind in ("float32", "int64"):
+            kept.append((count, kind, workers.run(count, kind)))
+    for count, kind, got in kept:  # what came later has not changed it
+        want = sized(count, kind)
+        assert got["x"].dtype == kind and np.array_equal(got["x"], want["x"]) and got["x"].flags.writeable
+        assert all(map(np.array_equal, got["y"], want["y"]))
+    with ThreadPoolExecutor(2) as pool:
+        got = [*pool.map(workers.run, range(30_000, 30_040))]
+    assert all(
+        np.array_equal(one["x"], sized(count)["x"]) for one, count in zip(got, range(30_000, 30_040), strict=True)
+    )
+    with pytest.raises(DataError, match="fetch failed: TypeError"):
+        workers.run("a")
+
+
+def test_pytorchs_numbers_are_seeded_as_manual_seed_does():
+    for key in (0, 3, 2**63 + 5, 2**64 - 1):
+        torch.manual_seed(key)
+        want = torch.rand(3)
+        seed_all(key)
+        assert torch.equal(torch.rand(3), want)

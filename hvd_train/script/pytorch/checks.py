@@ -40,7 +40,10 @@ def check_models(models: Sequence[Any], sync_batchnorm: bool) -> None:
         if not sync_batchnorm and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in model.modules()):
             refuse("torch's SyncBatchNorm has no effect without torch.distributed", "give sync_batchnorm=True")
         if any(model is other for other, _ in registry.distributed):
-            refuse("this model is distributed already", "call ht.distribute once for each model; a further optimizer is used as it is")
+            refuse(
+                "this model is distributed already",
+                "call ht.distribute once for each model; a further optimizer is used as it is",
+            )
         if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in model.parameters()):
             refuse("the model has lazy layers without shapes", "run one batch through it first")
 

@@ -132,7 +132,9 @@ def _dataset(
     size = length(first) if first is not None else 0
     _enough(size if known == 1 else (known or world.size) * size, "samples", world)
     if known and known < world.size * together and drops_rest(x):
-        what = f"the data set has {known} batches for {world.size * together} ranks, and drop_remainder drops what is less"
+        what = (
+            f"the data set has {known} batches for {world.size * together} ranks, and drop_remainder drops what is less"
+        )
         raise ConfigError(what, where=WHERE, fix="make its batches smaller")
     return dataset_parts(x, world, size, order_digest, together), _batch_facts(known, size, first)
 

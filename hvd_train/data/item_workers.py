@@ -68,7 +68,8 @@ class Memory:
     """
 
     def __init__(self, descriptor: int | None) -> None:
-        self._descriptor, self._memory = descriptor, None  # type: int | None, mmap.mmap | None
+        self._descriptor = descriptor
+        self._memory: mmap.mmap | None = None
 
     @classmethod
     def made(cls) -> Memory:

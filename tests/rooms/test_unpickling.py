@@ -10,8 +10,9 @@ import pytest
 from tests.rooms.test_arrows import FILES, PACKAGE, ROOT, imports
 
 PICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "runpy", "code"}
-# A function for own ranks, which passes through a folder of this process' own (0700).
-KNOWN = {"launch/function.py", "launch/run_function.py"}
+# A function for own ranks, which passes through a folder of this process' own (0700), and what processes answer that a
+# rank has forked, through a pipe between the two.
+KNOWN = {"launch/function.py", "launch/run_function.py", "data/item_workers.py"}
 NEVER = {
     "eval",
     "exec",

@@ -29,7 +29,8 @@ def evaluate(
             if batch.count:
                 row = model.ops.to_numpy(model.evaluate_batch(model.to_device(batch)))
                 sums += row[: task.length]
-                task.gather(task.rank(row[task.length :], rankings), gatherings, batch)
+                if len(row) > task.length:  # a stage but the last has no outputs
+                    task.gather(task.rank(row[task.length :], rankings), gatherings, batch)
             between()
     total = ordered_sum(sums, ranks)
     everyone = {k: one.joined(ranks.allgather_bytes(one.to_bytes(), "ranking")) for k, one in rankings.items()}

@@ -17,12 +17,18 @@ LONGEST = 1 << 26  # bytes of a line
 FIX = "correct it, or leave the line out"
 
 
-def first_keys(path: Path) -> list[str]:
+def keys_of(path: Path, every_line: bool = True) -> list[str]:
+    """Return the keys of all lines, or of the first one, in the order in which they come."""
+    keys: dict[str, None] | None = None
     with open(path, "rb") as stream:
         for number, line in enumerate(iter(lambda: stream.readline(LONGEST), b""), 1):
             if line.strip():
-                return list(_record(line, path, number))
-    raise DataError("the file has no line", where=str(path))
+                keys = (keys or {}) | dict.fromkeys(_record(line, path, number))
+                if not every_line:
+                    break
+    if keys is None:
+        raise DataError("the file has no line", where=str(path))
+    return list(keys)
 
 
 def read_jsonl(

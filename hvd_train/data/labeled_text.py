@@ -46,7 +46,7 @@ def _columns(config: DataConfig, file: Path, request: DataRequest) -> tuple[str,
 
     For a trained run the text column is the one of the training, unless data.features names another.
     """
-    have = tables.names_of(file)
+    have = tables.names_of(file, every_line=False)
     if not isinstance(config.labels, str):
         fix = "name the column of the classes"
         raise DataError("texts need one column of labels", where="data.labels", fix=fix)

@@ -33,7 +33,8 @@ def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
     if not labels and request.labels:
         fix = "name the column to learn"
         raise DataError("a table needs labels", where="data.labels", fix=fix)
-    have = tables.names_of(files["train"])
+    # Without a policy for gaps each line needs all keys, and the first one tells which they are.
+    have = tables.names_of(files["train"], every_line=prepares(config) or bool(config.features))
     features, remarks = _features(have, labels, config, request.run)
     labels = labels if request.labels else []
     fitted = config.fitted
@@ -49,7 +50,7 @@ def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
             continue
         _check_columns(file, features, labels, request.run)
         table = tables.Table.read(file, columns, features if prepares(config) else ())
-        if table.late and not parts and not config.features and not request.run:
+        if table.late and not parts and not config.features and not request.run and not prepares(config):
             remarks.append(f"{noun_and_names('key', table.late)} of {file} left out, as its first line lacks them")
         listed = [name for name in columns if table.is_list(name)]
         of_part = _of_lists if listed else _of_table
@@ -127,7 +128,9 @@ def _remarks_on_counters(table: tables.Table, inputs: np.ndarray, features: Sequ
 
 def _check_columns(file: Path, features: Sequence[str], labels: Sequence[str], run: Sample | None) -> None:
     """Check that a file has all columns of features and labels."""
-    have = tables.names_of(file)
+    have = tables.names_of(file, every_line=False)
+    if not {*features, *labels} <= {*have}:  # reading all lines takes longer
+        have = tables.names_of(file)
     there = set(have)
     missing = [name for name in features if name not in there]
     if missing and run and next(iter(run.inputs.values())).columns:

@@ -30,7 +30,7 @@ from hvd_train.data.classes import (
 from hvd_train.data.column import loses_differences
 from hvd_train.data.formats import parquet_size, unreadable
 from hvd_train.data.images import PART_NAMES, part_of
-from hvd_train.data.jsonl import first_keys, read_jsonl
+from hvd_train.data.jsonl import keys_of, read_jsonl
 from hvd_train.data.lines import (
     LONGEST,
     breaks_within_quotes,
@@ -81,15 +81,15 @@ def _suffix(path: Path) -> str:
     return path.suffix.lower()
 
 
-def names_of(path: Path) -> list[str]:
-    """Return the column names of a file, in its order."""
+def names_of(path: Path, every_line: bool = True) -> list[str]:
+    """Return the column names of a file, in its order; of a .jsonl file the keys of all its lines, or of the first."""
     import pyarrow
 
     if _suffix(path) not in SUFFIXES:
         raise DataError(f"a file '{path.suffix}' is not a table", where=str(path), fix=f"known: {', '.join(SUFFIXES)}")
     try:
         if _suffix(path) == ".jsonl":
-            names = first_keys(path)
+            names = keys_of(path, every_line)
         elif _suffix(path) == ".parquet":
             from pyarrow import parquet
 

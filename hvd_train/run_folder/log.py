@@ -312,7 +312,8 @@ class RunLog:
             left = layout.leave(self.run_dir, names)
             why = "there is no checkpoint, so the run begins at step 0" if step == 0 else f"the run is at step {step}"
             what = [f"{amount(lines, 'line')} of {metrics_file.NAME}"] * bool(lines) + ["the summary"] * later
-            self.warning(f"{why}; {' and '.join(what)} of an earlier start are now in {left}")
+            verb = "is" if what == ["the summary"] else "are"
+            self.warning(f"{why}; {' and '.join(what)} of an earlier start {verb} now in {left}")
 
     def _truncate_after(self, step: int) -> None:
         if not (self.run_dir / metrics_file.NAME).exists():

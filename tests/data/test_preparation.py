@@ -274,6 +274,19 @@ def test_bad_tables(train, val, keys, told, tmp_path):
         opened(folder(tmp_path, train, val), labels="y", **{"categories": "auto"} | keys)
 
 
+def test_a_key_that_the_first_of_some_lines_lacks_is_a_column_with_a_gap(tmp_path):
+    lines = [{"size": k, "y": k % 2} | ({"late": 2.0 * k} if k % 5 else {}) for k in range(20)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    data = opened(path, labels="y", missing="mean", val_fraction=0.2)
+    assert [one["column"] for one in data.fitted] == ["size", "late"]
+    rows = {int(size): late for size, late in data.train.fetch(np.arange(len(data.train)))[0]["input"]}
+    there = [late for size, late in rows.items() if size % 5]
+    assert all(late == (2 * size if size % 5 else pytest.approx(np.mean(there))) for size, late in rows.items())
+    with pytest.raises(DataError, match="'late' has no value"):
+        opened(path, labels="y", features=["size", "late"])
+
+
 def test_plain_tables_name_the_keys(tmp_path):
     path = folder(tmp_path, TRAIN, TRAIN)
     with pytest.raises(DataError, match="'red' is no number; .*data.categories"):

@@ -71,12 +71,13 @@ def test_stages_have_the_numbers_of_one_process(tmp_path, framework):
 
     As two replicas of two stages, over Gloo; and as four stages.
     """
-    one = trained(tmp_path / "one", framework, sets=("max_steps=33",))
+    metrics = 'task.metrics=[accuracy, "gathered:tests.stages.models:of_label"]'
+    one = trained(tmp_path / "one", framework, sets=("max_steps=33", metrics))
     runs = [("horovodrun", 2, "gpipe"), ("auto", 4, "1f1b")] if framework == "pytorch" else [("horovodrun", 2, "1f1b")]
     for launcher, count, schedule in runs:
-        words, sets = ("-np", "4", "--launcher", launcher), stages(count, f"parallel.schedule={schedule}")
+        words, sets = ("-np", "4", "--launcher", launcher), stages(count, f"parallel.schedule={schedule}", metrics)
         assert_same(one, trained(tmp_path / schedule, framework, *words, sets=sets))
-        for key in ("train_loss", "val_loss", "val_accuracy"):
+        for key in ("train_loss", "val_loss", "val_accuracy", "val_of_label"):
             assert summary(tmp_path / schedule)[key] == pytest.approx(summary(tmp_path / "one")[key], rel=1e-9)
 
 

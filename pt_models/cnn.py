@@ -15,7 +15,9 @@ class CNN(nn.Module):
         # Each 5 x 5 convolution takes 4 from a side, each pooling halves it.
         self.flat = (50, ((height - 4) // 2 - 4) // 2, ((width - 4) // 2 - 4) // 2)
         if min(self.flat) < 1:
-            raise ValueError(f"the CNN needs images of at least 16 x 16, not {height} x {width}; set data.image_size")
+            raise ValueError(
+                f"the CNN needs images of at least 16 x 16, not {height} x {width}; set data.image_size, or enlarge your own"
+            )
         self.conv1 = nn.Conv2d(channels, 20, 5)
         self.conv2 = nn.Conv2d(20, 50, 5)
         self.fc1 = nn.Linear(self.flat[0] * self.flat[1] * self.flat[2], hidden)

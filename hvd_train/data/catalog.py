@@ -49,6 +49,9 @@ def open_data(
     """
     if user_data is None and request.run is None:
         check_path(config)
+    if config.image_size and (user_data is not None or ":" in config.name):
+        fix = f"resize images in your data function; the key is for {', '.join(RESIZED)}"
+        raise DataError("data of your own are not resized", where="data.image_size", fix=fix)
     if user_data is not None or ":" in config.name:
         opened = user_parts(config, task, request, user_data)
     elif config.name in KINDS:

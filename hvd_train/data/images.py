@@ -266,11 +266,14 @@ def _header(path: ImageFile) -> Header | None:
         raise
 
 
+DEEP = "store it with 8 bits per channel, or read it in a data set of your own ('hvd-train guide images')"
+
+
 def _read_header(path: ImageFile, image: Any) -> Header:
     # Pillow would cut the values of single numbers off at 255, and the lower bits of colors.
     if image.mode.startswith(("I", "F")) or _is_deep(image):
         kind = f"an image of mode {image.mode}" + ", with more than 8 bits per channel" * _is_deep(image)
-        raise DataError(kind, where=str(path), fix="store it with 8 bits per channel")
+        raise DataError(kind, where=str(path), fix=DEEP)
     tag = 1
     # EXIF at the end of a PNG file is not read: the image would have to be decoded first.
     if "exif" in image.info or image.format == "TIFF":

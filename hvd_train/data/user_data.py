@@ -26,6 +26,9 @@ from hvd_train.errors import DataError, named_reason
 from hvd_train.protocol import Field, Fields, Source
 
 
+PARTS = {"train", "validation", "val", "valid", "test"}
+
+
 def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_data: Any) -> Parts:
     """Open (train, val) or (train, val, test), or one data set or pair of arrays, of which a share is held out.
 
@@ -38,7 +41,7 @@ def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_
         function = user_data or imported(config.name, where)
         with user_errors("the function failed", where, "look at data.options too", DataError):
             made = function(**config.options)
-    if isinstance(made, dict) and "train" in made and all(map(gives_items, made.values())):
+    if isinstance(made, dict) and "train" in made and (made.keys() <= PARTS or all(map(gives_items, made.values()))):
         made = _splits(made, where)
     if gives_items(made) or gives_batches(made):
         whole = _source(made, config, task, where, known(config, request), request.labels)
@@ -48,7 +51,7 @@ def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_
         arrays = _source(tuple(made), config, task, where, known(config, request), request.labels)
         return Whole(cast(Divisible, arrays), config.val_fraction)
     if not listed or (len(made) == 3 and any(hasattr(part, "__array__") for part in made)):
-        fix = "give (train, val), or (train, val, test)"
+        fix = "give (train, val), or (train, val, test), or one pair (inputs, labels) to be divided"
         raise DataError(f"the data are {_describe(made)}", where=where, fix=fix)
     classes, parts = known(config, request), dict[str, Source]()
     for name, part in zip(("train", "val", "test"), made, strict=False):

@@ -61,6 +61,10 @@ class UserStep:
             parameters = inspect.signature(self.function).parameters
         except (TypeError, ValueError):
             return
+        if batch := [name for name in parameters if name in ("batch", "batch_idx")]:
+            what = f"the function has a parameter {batch[0]}, as a training_step of Lightning"
+            fix = "write step(model, inputs, labels): they are the two parts of the batch ('hvd-train guide own-loss')"
+            raise ConfigError(what, where=self.where, fix=fix)
         open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
         if training and not open_ended and "training" not in parameters:
             what = "the function has no parameter training, without which dropout would be off while training"

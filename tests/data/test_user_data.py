@@ -167,6 +167,23 @@ def test_own_faults(own, name, words):
     assert f"data.name: {name}" in text
 
 
+def test_parts_by_their_names():
+    parts = {"train": (IDS, LABELS), "val": (IDS[:4], LABELS[:4]), "test": (IDS[:2], LABELS[:2])}
+    sys.modules["own_pair"] = SimpleNamespace(pair=lambda: parts)
+    data = open_data(config("own_pair:pair"), TaskConfig())
+    assert (len(data.train), len(data.val)) == (8, 4)
+    sys.modules["own_pair"] = SimpleNamespace(pair=lambda: {"x": IDS, "y": LABELS})
+    with pytest.raises(DataError, match="a dict with x, y; .*; give .train, val., .*, or one pair .inputs, labels."):
+        open_data(config("own_pair:pair"), TaskConfig())
+
+
+def test_texts_and_images_of_your_own_are_told_what_to_do():
+    with pytest.raises(DataError, match="inputs are of type <U3; .*; of texts the tokens .*labeled_text"):
+        source_of(np.array(["a b", "c d"] * 4))
+    with pytest.raises(DataError, match="data of your own are not resized; data.image_size; resize images in your"):
+        open_data(config("own_pair:pair", image_size=8), TaskConfig())
+
+
 def test_own_options_that_do_not_fit(own):
     assert "unexpected keyword argument 'm'" in fault("own_data:pairs", options={"m": 1})
 

@@ -24,6 +24,9 @@ class Net(torch.nn.Module):
     def forward(self, x):
         return self.head(self.body(x))
 
+def lightnings(model, batch, batch_idx=0):
+    return plain(model, *batch)
+
 def plain(model, x, y):
     logits = model(x)
     return {"loss": cross_entropy(logits, y, reduction="none"), "outputs": logits}
@@ -203,6 +206,7 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(tmp_path):
 @pytest.mark.parametrize(
     ("step", "keys", "told"),
     [
+        ("lightnings", "", "has a parameter batch, as a training_step of Lightning; .*step.model, inputs, labels."),
         ("mean", "", "gives one number for a batch, but means of unequal parts cannot be averaged; task.step"),
         ("several", "", "the step gives name, loss, and not loss, outputs, penalty; .*task.loss_weights"),
         ("several", ", loss_weights: {name: 1}", "the step gives name, loss, and not name, outputs, penalty"),

@@ -14,7 +14,9 @@ def build(input_shape, num_classes, hidden: int = 500) -> tuple[Shapes, Forward]
     # Each 5 x 5 convolution takes 4 from a side, each pooling halves it.
     sides = ((height - 4) // 2 - 4) // 2, ((width - 4) // 2 - 4) // 2
     if min(sides) < 1:
-        raise ValueError(f"the CNN needs images of at least 16 x 16, not {height} x {width}; set data.image_size")
+        raise ValueError(
+            f"the CNN needs images of at least 16 x 16, not {height} x {width}; set data.image_size, or enlarge your own"
+        )
     shapes: Shapes = {"conv1.kernel": (5, 5, channels, 20), "conv1.bias": (20,)}
     shapes |= {"conv2.kernel": (5, 5, 20, 50), "conv2.bias": (50,)}
     shapes |= of_dense("fc1", sides[0] * sides[1] * 50, hidden) | of_dense("fc2", hidden, num_classes)

@@ -16,7 +16,7 @@ class CNN(nn.Module):
         self.flat = (50, ((height - 4) // 2 - 4) // 2, ((width - 4) // 2 - 4) // 2)
         if min(self.flat) < 1:
             raise ValueError(
-                f"the CNN needs images of at least 16 x 16, not {height} x {width}; set data.image_size, or enlarge your own"
+                f"the CNN needs images of at least 16 x 16, not {height} x {width}; set data.image_size or resize yours"
             )
         self.conv1 = nn.Conv2d(channels, 20, 5)
         self.conv2 = nn.Conv2d(20, 50, 5)

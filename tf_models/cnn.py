@@ -12,7 +12,7 @@ def build(input_shape, num_classes, hidden: int = 500) -> keras.Model:
     # Each 5 x 5 convolution takes 4 from a side, each pooling halves it.
     if min(((height - 4) // 2 - 4) // 2, ((width - 4) // 2 - 4) // 2) < 1:
         raise ValueError(
-            f"the CNN needs images of at least 16 x 16, not {height} x {width}; set data.image_size, or enlarge your own"
+            f"the CNN needs images of at least 16 x 16, not {height} x {width}; set data.image_size or resize yours"
         )
     inputs = keras.Input(input_shape)
     x = layers.Conv2D(20, 5, activation="relu", name="conv1")(inputs)

@@ -59,7 +59,7 @@ class Column:
         if kind.kind not in "fuib":
             fix = "give numbers, as uint8 or float32" + "; data.features names the columns to take" * ("'" in title)
             if kind.kind in "UO":
-                fix += "; of texts the tokens ('hvd-train guide lengths'), or read a file of texts by data.name: labeled_text"
+                fix += "; of texts the tokens ('hvd-train guide lengths'), or read a file of them by labeled_text"
             raise DataError(f"{title} are of type {kind}", where=where, fix=fix)
         dtype = "float32" if kind.kind == "f" else TRAVEL.get(kind.name, kind.name)
         # Bytes are copied to the device as bytes and divided there.

@@ -25,7 +25,6 @@ from hvd_train.data.streams import StreamSource
 from hvd_train.errors import DataError, named_reason
 from hvd_train.protocol import Field, Fields, Source
 
-
 PARTS = {"train", "validation", "val", "valid", "test"}
 
 

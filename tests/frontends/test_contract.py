@@ -485,7 +485,7 @@ def test_an_unknown_option_of_a_model_lists_the_known(framework):
 
 @pytest.mark.parametrize("framework", BUILT_IN)
 def test_images_too_small_for_the_cnn(framework):
-    with pytest.raises(ConfigError, match="at least 16 x 16, not 8 x 8; set data.image_size, or enlarge your own"):
+    with pytest.raises(ConfigError, match="at least 16 x 16, not 8 x 8; set data.image_size or resize yours"):
         opened(framework, {"name": "cnn"}, shape=(8, 8, 1))
 
 

@@ -15,7 +15,7 @@ def build(input_shape, num_classes, hidden: int = 500) -> tuple[Shapes, Forward]
     sides = ((height - 4) // 2 - 4) // 2, ((width - 4) // 2 - 4) // 2
     if min(sides) < 1:
         raise ValueError(
-            f"the CNN needs images of at least 16 x 16, not {height} x {width}; set data.image_size, or enlarge your own"
+            f"the CNN needs images of at least 16 x 16, not {height} x {width}; set data.image_size or resize yours"
         )
     shapes: Shapes = {"conv1.kernel": (5, 5, channels, 20), "conv1.bias": (20,)}
     shapes |= {"conv2.kernel": (5, 5, 20, 50), "conv2.bias": (50,)}

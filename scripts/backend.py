@@ -13,7 +13,7 @@ from pathlib import Path
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403  all else is setuptools'
 
-ENGINE = Path(__file__).resolve().parent.parent / "hvd_train" / "engine"
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:
@@ -22,8 +22,10 @@ def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[st
 
 
 def build_wheel(folder: str, config_settings: dict | None = None, metadata_directory: str | None = None) -> str:
-    built = {path.stem for path in (ENGINE / "lib").glob("*.so")}
-    if "gloo" not in built:  # scripts/setup compiles for the MPI of its environment alone
-        mpi = "none" if built else f"{shutil.which('mpicc')},none"
-        subprocess.run([sys.executable, str(ENGINE / "build.py"), "--add", "--mpi", mpi], check=True)
+    # scripts/setup compiles for the MPI of its environment alone.
+    done = subprocess.run([sys.executable, ROOT / "hvd_train" / "engine" / "build.py", "--missing"], check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+    # Setuptools would take along what an earlier version has left there.
+    shutil.rmtree(ROOT / "build", ignore_errors=True)
     return build_meta.build_wheel(folder, config_settings, metadata_directory)

@@ -27,6 +27,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 NATIVE, LIB = HERE / "native", HERE / "lib"
+MADE_OF = LIB / "sources"  # a digest of what the libraries there were compiled from
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCH = HERE.parents[1] / "scripts" / f"horovod-{VERSION}.patch"
@@ -42,10 +43,24 @@ def main() -> None:
     parser.add_argument("--source", type=Path, metavar="FOLDER", help="only put the patched source there")
     parser.add_argument("--archive", type=Path, metavar="FILE", help=f"horovod-{VERSION}.tar.gz, already fetched")
     parser.add_argument("--add", action="store_true", help="keep what was compiled for other MPIs")
+    missing = "compile what is missing, or was made of other sources, for the mpicc on PATH and for Gloo"
+    parser.add_argument("--missing", action="store_true", help=missing)
     options = parser.parse_args()
     if options.source:
         fetch(options.source, options.archive)
         return
+    if not shutil.which(CXX[0]):
+        what = f"there is no C++ compiler: {CXX[0]} is not on PATH"
+        sys.exit(f"error: {what}; install g++ or set CXX, or make a wheel on another host: scripts/wheel -o dist")
+    if options.missing:
+        if not MADE_OF.is_file() or MADE_OF.read_text() != sources():
+            shutil.rmtree(LIB, ignore_errors=True)
+        there = {path.stem for path in LIB.glob("*.so")}
+        wanted = [] if there & {"openmpi", "mpich"} else [options.mpi or ""]
+        wanted += [] if "gloo" in there else ["none"]
+        if not wanted:
+            return
+        options.add, options.mpi = True, ",".join(filter(None, wanted))
     if not options.mpi:
         sys.exit("error: Could NOT find MPI: no mpicc is on PATH")
     mpiccs = ["" if mpicc == "none" else mpicc for mpicc in options.mpi.split(",")]
@@ -56,6 +71,7 @@ def main() -> None:
     for folder in folders:
         for built in folder.glob("*.so"):
             shutil.copy(built, LIB)
+    MADE_OF.write_text(sources())
 
 
 def compiled(mpicc: str, zig: str, archive: Path | None = None) -> Path:
@@ -97,8 +113,13 @@ def key(mpicc: str, zig: str) -> str:
     shown = shown.replace(str(Path(mpicc).parent.parent), "")  # another clone's is the same
     compiler = subprocess.run([*CXX, "-dumpversion"], capture_output=True, text=True, check=False).stdout
     system = [platform.machine(), compiler.split(".")[0].strip(), os.confstr("CS_GNU_LIBC_VERSION"), zig]
+    return hashlib.sha256(json.dumps([shown, system, sources()]).encode()).hexdigest()[:16]
+
+
+def sources() -> str:
+    """A digest of the sources, the same on any host."""
     texts = [path.read_text() for path in (PATCH, *sorted(NATIVE.iterdir()))]
-    return hashlib.sha256(json.dumps([shown, system, texts, FLAGS, SHA256]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([texts, FLAGS, SHA256]).encode()).hexdigest()
 
 
 def jobs() -> int:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import shutil
+import struct
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -49,7 +50,7 @@ class EngineCall(ctypes.Structure):
 
 def built() -> list[str]:
     """Return the names of the compiled libraries, those with MPI first."""
-    return [name for name in MPI if _file(name).exists()]
+    return [name for name in MPI if file_of(name).exists()]
 
 
 def use_stock(environ: Mapping[str, str] = os.environ) -> bool:
@@ -74,7 +75,7 @@ def load(name: str) -> ctypes.CDLL:
     """
     if MPI[name]:
         _load_mpi(MPI[name])
-    library = ctypes.CDLL(str(_file(name)))
+    library = ctypes.CDLL(str(file_of(name)))
     library.engine_start.argtypes = [ctypes.POINTER(EngineCall)]
     library.engine_start.restype = ctypes.c_void_p
     library.engine_ended.argtypes = library.engine_free.argtypes = [ctypes.c_void_p]
@@ -89,7 +90,25 @@ def load(name: str) -> ctypes.CDLL:
     return library
 
 
-def _file(name: str) -> Path:
+HEADER = struct.Struct("<4sB13xH20xQ10xHH")  # of a 64-bit ELF file: magic, bits, machine, sections' offset, size, count
+
+
+def damage(file: Path) -> str:
+    """Return what is wrong with a library's file: loading one that is cut off would kill the process; "" if nothing."""
+    try:
+        with open(file, "rb") as stream, open(sys.executable, "rb") as python:
+            header, own = stream.read(HEADER.size), python.read(HEADER.size)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if len(header) < HEADER.size or not header.startswith(b"\x7fELF"):
+        return "is damaged: it is no library"
+    _, bits, machine, offset, size, count = HEADER.unpack(header)
+    if own.startswith(b"\x7fELF") and len(own) == HEADER.size and (bits, machine) != HEADER.unpack(own)[1:3]:
+        return "is for another machine"
+    return "is damaged: its end is missing" if file.stat().st_size < offset + size * count else ""
+
+
+def file_of(name: str) -> Path:
     return FOLDER / f"{name}.so"
 
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from abc import abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from hvd_train.engine import transfers
-from hvd_train.engine.library import BINDINGS, built, chosen, lacking
+from hvd_train.engine.library import BINDINGS, built, chosen, damage, file_of, lacking
 from hvd_train.engine.transfers import ADASUM, ALLGATHER, ALLREDUCE, ALLTOALL, AVERAGE, BROADCAST, SUM, Block
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, guarded
 from hvd_train.frontends.mpi import address_of
-from hvd_train.installation import install_fix
+from hvd_train.installation import AGAIN, install_fix, made_by_setup
 from hvd_train.protocol import Handle, Tensor
 
 STOCK = ("horovod.torch", "horovod.tensorflow")
 OPS = {"sum": SUM, "average": AVERAGE, "adasum": ADASUM}
+
+
+def check_file(file: Path) -> None:
+    """Raise ConfigError if a library of the engine cannot be loaded on this machine."""
+    if fault := damage(file):
+        again = "run scripts/setup" if made_by_setup() else "pip install --force-reinstall --no-deps . there"
+        fix = f"remove hvd_train/engine/lib in hvd_train's clone, and {again}"
+        raise ConfigError(f"the engine's library {fault}", where=str(file), fix=fix)
 
 
 class EngineCommunicator(HorovodCommunicator):
@@ -32,10 +42,16 @@ class EngineCommunicator(HorovodCommunicator):
             raise ConfigError(what, where=others[0], fix=f"do not import it, or set {BINDINGS}=stock")
         if not built():
             raise ConfigError("the engine is not built", fix=install_fix("--bindings both"))
+        if (value := os.environ.get(BINDINGS, "")) not in ("", "engine", "stock"):
+            raise ConfigError(f"{value!r} is neither engine nor stock", where=BINDINGS, fix="unset it")
+        check_file(file_of(name := chosen()))
         try:
-            return transfers.Engine(chosen())
+            return transfers.Engine(name)
         except OSError as error:
-            fix = "load the MPI that starts the ranks, or take --launcher horovodrun, which needs none"
+            without = "take --launcher horovodrun, which needs none"
+            if "gloo" not in built():
+                without = f"add the library for Gloo alone: {AGAIN}"
+            fix = f"load the MPI that starts the ranks, or {without}"
             raise ConfigError(f"the engine cannot be loaded: {error}", fix=fix) from error
 
     def _set_of(self, ranks: list[int]) -> transfers.ProcessSet:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvd_train.engine.library import TENSORFLOW_OP, use_stock
 from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, StockBindings, guarded
-from hvd_train.frontends.on_engine import OPS, EngineCommunicator
+from hvd_train.frontends.on_engine import OPS, EngineCommunicator, check_file
 from hvd_train.frontends.tensorflow.graphs import graph
 from hvd_train.frontends.traffic import Traffic
 from hvd_train.protocol import Communicator
@@ -89,6 +89,7 @@ def _with_rows(received: tf.Tensor, sent: tf.Tensor) -> tf.Tensor:
 @functools.cache
 def operations(library: ctypes.CDLL) -> Any:
     """Load the engine's TensorFlow operations, and connect them to ``library``."""
+    check_file(TENSORFLOW_OP)
     module = tf.load_op_library(str(TENSORFLOW_OP))
     functions = library.engine_start, library.engine_free, library.engine_error
     ctypes.CDLL(str(TENSORFLOW_OP)).engine_use(*[ctypes.cast(function, ctypes.c_void_p) for function in functions])

@@ -58,3 +58,32 @@ def test_truth_values_are_not_added():
     blocks = [transfers.block(np.ones(2, bool))]
     with pytest.raises(ValueError, match="truth values"):
         engine.start(transfers.ALLREDUCE, ["x"], blocks, blocks)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (lambda binary: b"", "is damaged: it is no library"),
+        (lambda binary: b"#!/bin/sh\n" * 20, "is damaged: it is no library"),
+        (lambda binary: binary[: len(binary) // 2], "is damaged: its end is missing"),
+        (lambda binary: binary[:-1], "is damaged: its end is missing"),
+        (lambda binary: binary[:18] + b"\xb7\x00" + binary[20:], "is for another machine"),  # AArch64
+    ],
+)
+def test_a_damaged_library_is_not_loaded(changed, told, monkeypatch, tmp_path):
+    """Half a file would end the process by SIGBUS."""
+    if not library.built():
+        pytest.skip("the engine is not built")
+    name = library.chosen()
+    binary = library.file_of(name).read_bytes()
+    assert library.damage(library.file_of(name)) == "" == library.damage(library.TENSORFLOW_OP)
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    (tmp_path / f"{name}.so").write_bytes(changed(binary))
+    with pytest.raises(ConfigError, match=f"the engine's library {told}; .*{name}.so; remove .*engine/lib .*, and "):
+        EngineNumpy(2).open()
+
+
+def test_bindings_that_do_not_exist(monkeypatch):
+    monkeypatch.setenv(library.BINDINGS, "Stockk")
+    with pytest.raises(ConfigError, match="'Stockk' is neither engine nor stock; HVD_TRAIN_BINDINGS; unset it"):
+        EngineNumpy(2).open()

@@ -225,3 +225,25 @@ def test_a_closed_terminal_ends_the_launcher_but_under_nohup(tmp_path, before, s
         started.stdout.readline()
         started.send_signal(signal.SIGHUP)
         assert started.wait(SECONDS) == int(sent)
+
+
+@pytest.mark.parametrize(
+    ("shown", "whose"),
+    [
+        ("HYDRA build details:\n    Version: 5.0.2", "MPICH"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.9", "Intel MPI"),
+    ],
+)
+def test_the_mpirun_of_another_mpi_is_not_taken(monkeypatch, tmp_path, shown, whose):
+    """Its options are others: it ended with 255, and "look for a crash or too little memory"."""
+    tool = tmp_path / "mpirun"
+    tool.write_text(f"#!/bin/sh\necho '{shown}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(installed, "find_tool", lambda name: str(tool))
+    monkeypatch.setattr(installed, "mpi_built", lambda: True)
+    assert not Mpirun().usable()
+    with pytest.raises(ConfigError, match=f"mpirun is {whose}'s, .* Open MPI's; --launcher mpirun; .*horovodrun"):
+        Mpirun().check()
+    tool.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.8'\n")
+    installed.other_mpi.cache_clear()
+    assert Mpirun().usable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
@@ -19,6 +20,17 @@ def find_tool(name: str) -> str | None:
     # A virtual environment that is not activated is not on PATH.
     in_environment = Path(sys.executable).parent / name
     return str(in_environment) if in_environment.exists() else shutil.which(name)
+
+
+@functools.cache
+def other_mpi(tool: str) -> str:
+    """Return whose ``mpirun`` this is if it takes other options than Open MPI's, else ""."""
+    try:
+        done = subprocess.run([tool, "--version"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    names = {"Intel": "Intel MPI", "HYDRA": "MPICH", "MVAPICH": "MVAPICH"}
+    return next((name for word, name in names.items() if word in done.stdout + done.stderr), "")
 
 
 def search_path() -> str:

@@ -69,10 +69,18 @@ class Mpirun(Launcher):
     slow_to_end = True  # between two signals to its ranks it sleeps for a second
 
     def usable(self) -> bool:
-        return super().usable() and installed.mpi_built()
+        return super().usable() and installed.mpi_built() and not self._another()
+
+    def _another(self) -> str:
+        return installed.other_mpi(installed.find_tool(self.tool) or self.tool)
 
     def check(self) -> None:
         super().check()
+        if other := self._another():
+            path = installed.find_tool(self.tool)
+            what = f"{path} is {other}'s, and -np starts ranks with Open MPI's"
+            fix = f"start them by {self.tool} -np N hvd-train fit ..., or use --launcher horovodrun"
+            raise ConfigError(what, where="--launcher mpirun", fix=fix)
         if not installed.mpi_built():
             where, fix = "--launcher mpirun", "use --launcher horovodrun"
             raise ConfigError("Horovod was built without MPI", where=where, fix=fix)

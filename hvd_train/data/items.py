@@ -119,7 +119,7 @@ class Items:
             kind = type(sampler).__name__ if own else "batch sampler of its own"
             what = f"the DataLoader has a {kind}, and the order of samples is made here"
             fix = "leave it out; torch.utils.data.Subset(dataset, indices) gives a part of a data set"
-            raise DataError(what, where=where, fix=f"{fix}, data.sampling: balanced takes all classes alike")
+            raise DataError(what, where=where, fix=f"{fix}, and data.sampling: balanced takes all classes alike")
         plain = getattr(part.collate_fn, "__name__", "") in ("default_collate", "default_convert")
         items = cls(part.dataset, where, collate=None if plain else part.collate_fn, **keys)
         if weighted:

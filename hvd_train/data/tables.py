@@ -50,6 +50,7 @@ TYPED = (".parquet", ".jsonl")  # columns have types, so text that looks like nu
 BLOCK = 1 << 20  # pyarrow's default
 FIX = "correct it, or leave the row or the column out; words of features belong into data.categories"
 WORDS = "correct it, or leave the row out; words are classes only with task.loss: cross_entropy, else number them"
+DATE = re.compile(r"\d{4}-\d\d-\d\d")
 WORDS_OF_FEATURES = "correct it, list the column in data.categories if it holds words, or leave it out"
 GAPS = "leave the row or the column out; in a training data.missing fills gaps of features"
 NUMERIC = ("int", "uint", "float", "double", "halffloat", "decimal")
@@ -450,8 +451,10 @@ class Table:
         return np.asarray(column.cast(kind))
 
     def _fault(self, name: str, row: int, column: ChunkedArray | None, what: str, fix: str = FIX) -> DataError:
-        cell = f"'{str(column[row].as_py())[:60]}' " if column is not None else ""
-        return DataError(f"{cell}{what}", where=self.at(name, row), fix=fix)
+        text = str(column[row].as_py())[:60] if column is not None else ""
+        if DATE.match(text):
+            fix = "list the column in data.dates, or leave it out by data.features"
+        return DataError(f"'{text}' {what}" if text else what, where=self.at(name, row), fix=fix)
 
 
 def _block(path: Path) -> int:

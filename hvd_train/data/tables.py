@@ -452,7 +452,7 @@ class Table:
 
     def _fault(self, name: str, row: int, column: ChunkedArray | None, what: str, fix: str = FIX) -> DataError:
         text = str(column[row].as_py())[:60] if column is not None else ""
-        if DATE.match(text):
+        if DATE.match(text) and fix in (FIX, WORDS_OF_FEATURES):
             fix = "list the column in data.dates, or leave it out by data.features"
         return DataError(f"'{text}' {what}" if text else what, where=self.at(name, row), fix=fix)
 

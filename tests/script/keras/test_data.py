@@ -284,6 +284,19 @@ def test_a_rest_that_the_pipeline_drops_is_dropped_of_global_batches(padded):
         assert {batch.shape[1] for mine in taken for batch in mine} == {5}
     with pytest.raises(ConfigError, match="has 2 batches for 3 ranks, and drop_remainder drops what is less"):
         training(world(3)[0], tf.data.Dataset.range(15).batch(6, drop_remainder=True))
+    data = tf.data.Dataset.range(45)
+    for dropping in (
+        data.batch(9).rebatch(6, drop_remainder=True),
+        data.window(6).flat_map(lambda x: x.batch(6, True)),
+    ):
+        assert [len(batch) for batch in training(world(2)[0], dropping)] == [6] * 3
+    for keeping in (
+        data.batch(9, drop_remainder=True).rebatch(6),
+        data.batch(6, True).map(lambda x: x).unbatch().batch(6),
+    ):
+        assert sum(len(batch) for batch in training(world(2)[0], keeping)) == -(-len([*keeping.unbatch()]) // 2)
+    windows = data.window(3).flat_map(lambda x: x.batch(3))
+    assert sum(len(batch) for batch in training(world(2)[0], windows)) in (22, 23)
     again = tf.data.Dataset.range(15).batch(6, drop_remainder=True).unbatch().batch(5)
     assert [len(batch) for batch in training(world(2)[0], again)] == [5, 1]
 

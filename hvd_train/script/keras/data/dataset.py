@@ -13,6 +13,7 @@ from hvd_train.script.keras.data.leaves import caches, is_ragged, keep_first, ki
 
 WATCHED = 4096  # values per batch that are hashed to compare orders
 BATCHED = ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset")
+BATCHING = ("Batch", "Rebatch", "GroupByWindow", "FlatMap")  # steps that may make batches
 MIXING = ("Repeat", "Concatenate", "Shuffle", "Interleave")  # steps of a pipeline after which any batch may be short
 
 
@@ -109,16 +110,26 @@ def _may_be_short(data: Any) -> bool:
     import tensorflow as tf
 
     name = type(data).__name__
-    if "Batch" in name or all(spec.shape.rank and spec.shape[0] for spec in tf.nest.flatten(data.element_spec)):
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(data.element_spec)]  # a window has none
+    if "Batch" in name or all(shape is not None and shape.rank and shape[0] for shape in shapes):
         return False
     return any(x in name for x in MIXING) or any(map(_may_be_short, data._inputs()))
 
 
 def drops_rest(data: Any) -> bool:
-    """Return whether a tf.data.Dataset drops a batch that is short, as ``batch(6, drop_remainder=True)`` does."""
-    if type(data).__name__ in BATCHED:
-        return bool(data._drop_remainder)
-    return any(map(drops_rest, data._inputs()))
+    """Return whether a tf.data.Dataset drops a batch that is short, as ``batch(6, drop_remainder=True)`` does.
+
+    Then the number of samples in its batches is known. It also is where the samples were arrays of batches already.
+    """
+    import tensorflow as tf
+
+    known = all(spec.shape.rank and spec.shape[0] for spec in tf.nest.flatten(data.element_spec))
+    return known and _batches(data)
+
+
+def _batches(data: Any) -> bool:
+    """Return whether a step of the pipeline makes batches."""
+    return any(name in type(data).__name__ for name in BATCHING) or any(map(_batches, data._inputs()))
 
 
 def _full_batches(data: Any) -> tuple[int, Fraction] | None:

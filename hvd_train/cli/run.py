@@ -70,7 +70,7 @@ def run(
         fix = f"hvd-train run ... -- python {' '.join(program)}"
         raise ConfigError(f"{program[0]} is a script, which python runs", where="hvd-train run", fix=fix)
     if not torchrun and (script := _for_torchrun(program)):
-        warn(f"{script} calls init_process_group, which reads the variables that --torchrun sets")
+        warn(f"{script} uses torch.distributed, which needs torchrun's variables: add --torchrun")
     if stall_seconds is not None:
         os.environ[VARIABLE] = f"{stall_seconds:g}"
     ranks = plan(num_proc, launcher, hosts, nnodes, nproc_per_node, Restarts(max_restarts), dry_run=False)

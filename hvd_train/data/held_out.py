@@ -38,6 +38,7 @@ def fold_held_out(labels: np.ndarray, part: int, parts: int, where: str) -> np.n
 
 def spread_share(count: int, fraction: float, where: str) -> np.ndarray:
     """Return which of ``count`` samples or batches in a row are held out (count,), evenly spread over them."""
+    # Rounded up a little: 100 x 0.29 is just below 29 in floating point.
     held = np.diff(np.floor(np.arange(count + 1) * fraction + 1e-9)) > 0
     if not held.any() or held.all():
         what = f"{fraction:g} of {count} in a row leaves nothing to hold out or to train on"

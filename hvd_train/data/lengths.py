@@ -24,9 +24,9 @@ MULTIPLES, KEPT = (8, 4, 2), 0.9
 
 @dataclass(frozen=True)
 class TokenBatches:
-    """The batches of an epoch by tokens.
+    """Where the batches of an epoch end, if each has as many tokens.
 
-    ``ends``: (batches,) in the order of samples; ``full``: (batches,) samples of the largest batch of the same bucket.
+    ``ends``: (batches,) positions in the order of samples; ``full``: (batches,) samples of the bucket's largest batch.
     """
 
     ends: np.ndarray

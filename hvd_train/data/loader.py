@@ -85,7 +85,7 @@ class Loader:
         self._chunk: tuple[int, int, np.ndarray] = (-1, 0, np.zeros(0, np.int64))  # the cache of ``_permuted``
 
     def place(self, epoch: int, consumed: int) -> int:
-        """Return the number of the step of an epoch that begins after ``consumed`` samples, or in which they end."""
+        """Return which step of an epoch (from 0) comes next when ``consumed`` of its samples are used."""
         if self._batches:
             return int(np.searchsorted(self._batches(self.seed, epoch).ends, consumed, "right"))
         return consumed // self.global_batch
@@ -161,9 +161,9 @@ class Loader:
                 yield partial(self._step, parts, epoch, start, stop, self.rank, full)
 
     def _global_batches(self, epoch: int, consumed: int) -> Iterator[tuple[int, int, int | None]]:
-        """Yield (start, stop) of each global batch, in positions of the epoch, and the samples of its bucket's largest.
+        """Yield (start, stop, full) of each global batch.
 
-        The last is None where all have as many samples.
+        start, stop: positions in the epoch; full: samples of the bucket's largest batch, None if all are alike.
         """
         n, batch = len(self.source), self.global_batch
         if not self._batches:
@@ -188,7 +188,7 @@ class Loader:
         return Step(tuple(batches), stop - start, stop, rank)
 
     def _rows(self, batch: int | None) -> int:
-        """Return the rows of a rank's micro-batch of a global batch of so many samples."""
+        """Return how many rows a micro-batch of a rank has if the global batch has ``batch`` samples."""
         return self.length if batch is None else share(share(batch, self.accumulate, 0)[1], self.size, 0)[1]
 
     def _bounds(self, start: int, stop: int, number: int) -> tuple[int, int]:
@@ -236,7 +236,7 @@ class Loader:
 
 
 def _padded(x: np.ndarray, rows: int) -> np.ndarray:
-    """Pad (count, ...) to (rows, ...) with copies of the first sample."""
+    """Pad an array (samples, ...) to (rows, ...) with copies of its first sample."""
     # Zeros could become NaN in the model (log 0), and weight 0 times NaN is NaN.
     out = np.empty((rows, *x.shape[1:]), x.dtype)
     out[: len(x)], out[len(x) :] = x, x[0]

@@ -465,7 +465,7 @@ class BatchedStream(UserStream):
         return self._divided(lambda count: spread_share(count, fraction, self._where))
 
     def fold(self, part: int, parts: int) -> tuple[UserStream, UserStream]:
-        """Hold out every ``parts``-th sample (of a PyDataset: batch)."""
+        """Hold out fold ``part`` of ``parts``: every ``parts``-th sample, of a PyDataset batch."""
         return self._divided(lambda count: spread_fold(count, part, parts, self._where))
 
     def _divided(self, held_out: Callable[[int], np.ndarray]) -> tuple[UserStream, UserStream]:

@@ -133,7 +133,7 @@ def test_a_script_with_ddp_as_it_is(tmp_path):
     assert sorted(out.splitlines()) == ["[0] sum 3.0", "[1] sum 3.0"]
     process = begin("-np", "2", "--", "python", "ddp.py", cwd=tmp_path)
     _, err = process.communicate(timeout=SECONDS)
-    told = "warning: ddp.py calls init_process_group, which reads the variables that --torchrun sets"
+    told = "warning: ddp.py uses torch.distributed, which needs torchrun's variables: add --torchrun"
     assert process.returncode == 1 and told in err
 
 

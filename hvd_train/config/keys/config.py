@@ -287,6 +287,8 @@ class Config(Section):
         )
 
     def global_batch_size_on(self, ranks: int) -> int | None:
-        """Return the ``global_batch_size`` that gives other numbers of ranks the batches of so many; None for batches
-        by tokens, which are the same anyway."""
+        """Return the ``global_batch_size`` with which any number of ranks has the batches of ``ranks`` ranks.
+
+        None for batches by tokens, which do not depend on the ranks.
+        """
         return None if self.by_tokens else self.global_batch(self.replicas(ranks))

@@ -117,12 +117,10 @@ def _may_be_short(data: Any) -> bool:
 
 
 def drops_rest(data: Any) -> bool:
-    """Return whether a tf.data.Dataset drops a batch that is short, as ``batch(6, drop_remainder=True)`` does.
-
-    Then the number of samples in its batches is known. It also is where the samples were arrays of batches already.
-    """
+    """Return whether a tf.data.Dataset leaves out a short last batch, as ``batch(6, drop_remainder=True)`` does."""
     import tensorflow as tf
 
+    # Then TensorFlow knows the size of each batch. It also does if the data were whole batches before any step.
     known = all(spec.shape.rank and spec.shape[0] for spec in tf.nest.flatten(data.element_spec))
     return known and _batches(data)
 
@@ -263,8 +261,10 @@ def dataset_parts(
     whole, known = world.size * together, int(data.cardinality())
     padded = varies(data)
     if drops_rest(data):  # so does one process with batches as large as these together, whose steps all have one size
-        full = joined(data, whole).filter(lambda *x: count(*x) == batch * whole) if padded else None
-        parts = full or data.rebatch(batch * whole, drop_remainder=True)
+        if padded:
+            parts = joined(data, whole).filter(lambda *x: count(*x) == batch * whole)
+        else:
+            parts = data.rebatch(batch * whole, drop_remainder=True)
         parts = parts if order_digest is None else order_digest.watched(parts)
         parts = parts.map(part)
         if known > 0:  # without it Keras finds the end within a step that has already counted

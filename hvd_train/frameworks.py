@@ -34,7 +34,8 @@ class Framework:
     ``channels_first``: the axis order of its images.
     ``settings``: environment variables that it reads while it loads; ``quiet``: those that silence it; ``unneeded``:
     packages that it imports if they are installed, and that no training needs. ``threads_wait``: whether in each
-    operation its threads wait for the last of them. ``optional``: scripts/setup does not install it.
+    operation its threads wait for the last of them. ``optional``: scripts/setup does not install it. ``tested``: the
+    version that hvd_train is tested with (empty: several).
     """
 
     name: str
@@ -56,6 +57,7 @@ class Framework:
     unneeded: tuple[str, ...] = ()
     threads_wait: bool = False
     optional: bool = False
+    tested: str = ""
 
     @property
     def install(self) -> str:
@@ -167,6 +169,7 @@ PYTORCH = register(
         ending=".pt",
         channels_first=True,
         threads_wait=True,
+        tested="2.13",
     )
 )
 # TensorFlow enables oneDNN by itself only if it finds AVX-512 VNNI. With AVX2 alone its other kernels take 2.3 times as
@@ -190,6 +193,7 @@ TENSORFLOW = register(
         settings={"KERAS_BACKEND": "tensorflow", **KERNELS},
         quiet={"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"},
         unneeded=("sklearn", "matplotlib"),  # Keras' wrappers for scikit-learn, and image galleries
+        tested="2.21",
     )
 )
 JAX = register(

@@ -25,3 +25,9 @@ def repair_fix(package: str) -> str:
     # pip and scripts/setup leave a package of the right version as it is.
     pip = f"pip install --force-reinstall --no-deps {package}"
     return "remove .venv and run scripts/setup" if made_by_setup() else pip
+
+
+def replace_fix() -> str:
+    """Return what to do about a library of the engine that is there and cannot be used."""
+    again = "run scripts/setup" if made_by_setup() else "pip install --force-reinstall --no-deps . there"
+    return f"remove hvd_train/engine/lib in hvd_train's clone, and {again}"

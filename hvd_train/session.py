@@ -18,7 +18,7 @@ from hvd_train.frameworks import FRAMEWORKS, Framework
 from hvd_train.frontends.serial import Serial
 from hvd_train.frontends.traffic import Traffic, metered
 from hvd_train.launch import peers
-from hvd_train.launch.environment import prepare_rank, rank_settings, threads, world
+from hvd_train.launch.environment import check_horovod, prepare_rank, rank_settings, threads, world
 from hvd_train.launch.launchers import named
 from hvd_train.launch.rendezvous import client as rendezvous
 from hvd_train.launch.status import StatusSlot
@@ -90,6 +90,8 @@ class Session:
         A single rank needs no Horovod. ``stages``: of the pipeline into which ranks are divided.
         """
         size = self.world.size if part is None else part.size
+        if size > 1:
+            check_horovod()
         if size % stages:
             what = f"{amount(stages, 'stage')} do not divide {amount(size, 'rank')}"
             fix = f"start {stages}, {2 * stages}, {3 * stages}, ... ranks, or set parallel.pipeline"

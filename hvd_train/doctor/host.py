@@ -14,10 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.engine.library import MISSING, horovod, use_stock
+from hvd_train.engine.library import (
+    MISSING,
+    MPI,
+    TENSORFLOW_OP,
+    built,
+    damage,
+    file_of,
+    horovod,
+    lacking,
+    use_stock,
+)
 from hvd_train.errors import TrainError, amount
 from hvd_train.frameworks import FRAMEWORKS, version
-from hvd_train.installation import PIP_MPI, install_fix
+from hvd_train.installation import PIP_MPI, install_fix, replace_fix
 from hvd_train.launch.environment import rank_settings, threads
 from hvd_train.launch.launchers import startable
 from hvd_train.launch.launchers.base import Launcher
@@ -31,7 +41,7 @@ from hvd_train.session import Session
 SECONDS, RANKS = 300, 2  # importing a framework from a busy file server may take minutes
 SIZES = {"4 KB": 1 << 10, "1 MB": 1 << 18, "32 MB": 1 << 23}  # name: float32 values
 REPEATS = {"4 KB": 20, "1 MB": 10, "32 MB": 3}
-# Run in a separate process, because a framework may crash during import.
+# Run in separate processes, because a framework or a library may crash while it is loaded.
 LOOK = """
 import importlib, json, sys
 from hvd_train.engine import library
@@ -43,18 +53,42 @@ try:
     if library.use_stock():
         hvd = importlib.import_module(horovod)
         out.update(mpi=bool(hvd.mpi_built()), gloo=bool(hvd.gloo_built()), nccl=bool(hvd.nccl_built()))
-    else:
-        try:
-            hvd = library.load(library.chosen())
-        except OSError:  # there is no MPI
-            if "gloo" not in library.built():
-                raise
-            hvd = library.load("gloo")
-        out.update(mpi=bool(hvd.horovod_mpi_built()), gloo=True, nccl=False)
 except Exception as error:
     out["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
 print(json.dumps(out))
 """
+LOAD = """
+import sys
+from hvd_train.engine import library
+library.load(sys.argv[1])
+"""
+
+
+def _engine() -> tuple[dict[str, bool], list[tuple[str, str, str]]]:
+    """Return what the engine's libraries can do, and a table row for each that cannot be used."""
+    if missing := lacking():
+        row = ("engine", f"needs a processor with {missing} (2013 or newer)", "take another host")
+        return dict.fromkeys(("mpi", "gloo", "nccl"), False), [row]
+    files = {name: file_of(name) for name in built()}
+    faults = {name: damage(file) or _load_error(name) for name, file in files.items()}
+    loaded = [name for name, why in faults.items() if not why]
+    rows = []
+    if TENSORFLOW_OP.exists() and (why := damage(TENSORFLOW_OP)):
+        rows.append((f"engine, {TENSORFLOW_OP.name}", why, replace_fix()))
+    for name, why in faults.items():
+        no_mpi = bool(MPI[name]) and MPI[name] in why
+        if why and not (no_mpi and loaded):  # a wheel has a library for each MPI, of which a host needs one
+            rows.append((f"engine, {name}.so", why, "" if no_mpi else replace_fix()))
+    return {"mpi": any(MPI[name] for name in loaded), "gloo": bool(loaded), "nccl": False}, rows
+
+
+def _load_error(name: str) -> str:
+    """Return why a library of the engine cannot be loaded; "" if it can."""
+    line = [sys.executable, "-P", "-c", LOAD, name]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS, check=False)
+    if done.returncode > 0:
+        return done.stderr.strip().splitlines()[-1].removeprefix("OSError: ")
+    return "crashes while it is loaded" if done.returncode else ""
 
 
 def _look(framework: str) -> dict:
@@ -88,9 +122,11 @@ def doctor(verbose: bool) -> int:
         ("Horovod", horovod(), "" if horovod() != MISSING else install_fix()),
     ]
     records = [one for one in FRAMEWORKS.values() if version(one.packages[0]) or not one.optional]
+    engine, faults = ({}, []) if use_stock() else _engine()
+    rows += faults
     unusable = [one for one in records if use_stock() and not one.horovod]
     rows += [(one.name, "needs the engine", install_fix("--bindings both")) for one in unusable]
-    all_facts = {one.name: _look(one.name) for one in records if one not in unusable}
+    all_facts = {one.name: engine | _look(one.name) for one in records if one not in unusable}
     for framework, facts in all_facts.items():
         record = FRAMEWORKS[framework]
         if version(record.packages[0]) is None:
@@ -98,10 +134,11 @@ def doctor(verbose: bool) -> int:
         elif "error" in facts:
             rows.append((framework, facts["error"], record.repair))
         else:
-            built = ", ".join(
+            parts = ", ".join(
                 name.upper() if name != "gloo" else "Gloo" for name in ("mpi", "gloo", "nccl") if facts[name]
             )
-            rows.append((framework, f"{facts['version']}; Horovod with {built}; {facts['gpus']} GPUs", _advice(facts)))
+            what = f"{facts['version']}; Horovod with {parts}; {facts['gpus']} GPUs"
+            rows.append((framework, what, _advice(facts, record.tested)))
     print(table(["what", "found", "what to do"], rows), flush=True)
     print(f"\nwhat each of {RANKS} ranks on this host gets (what you set yourself stays):", flush=True)
     print(table(["setting", "value", "chosen by"], _settings()), flush=True)
@@ -115,7 +152,7 @@ def doctor(verbose: bool) -> int:
     broken = any(
         "error" in facts and version(FRAMEWORKS[framework].packages[0]) for framework, facts in all_facts.items()
     )
-    return 0 if results and not broken and all(row[-1] == "ok" for row in results) else 1
+    return 0 if results and not faults and not broken and all(row[-1] == "ok" for row in results) else 1
 
 
 def _settings() -> list[tuple[str, str, str]]:
@@ -135,11 +172,14 @@ def _can(facts: dict, launcher: Launcher) -> bool:
     return launcher.usable() and facts[launcher.library]
 
 
-def _advice(facts: dict) -> str:
+def _advice(facts: dict, tested: str) -> str:
     if facts["gpus"] and not facts["nccl"]:
         return "GPUs, but Horovod has no NCCL: run scripts/setup --gpu"
     # Where the engine has MPI and the host has none, the row of mpirun says how to get it.
-    return "" if facts["mpi"] or mpi_built() else f"for MPI: {install_fix('--mpi wheel', PIP_MPI)}"
+    if not facts["mpi"] and not mpi_built():
+        return f"for MPI: {install_fix('--mpi wheel', PIP_MPI)}"
+    known = not tested or facts["version"].split(".")[:2] == tested.split(".")
+    return "" if known else f"hvd_train is tested with {tested}"
 
 
 def _probe(framework: str, launcher: str, verbose: bool) -> tuple[str, ...]:

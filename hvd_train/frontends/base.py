@@ -56,6 +56,7 @@ class StateTree(NamedArrays):
     groups: Groups
     _sample: Sample
     queued: Sequence[Any] = ()
+    traced = 0
     axes = ""
     sharded_from = sys.maxsize
     whole: Tree = {}  # of a model split into pipeline stages

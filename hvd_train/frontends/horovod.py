@@ -6,6 +6,7 @@ import copy
 import ctypes
 import functools
 import importlib
+import os
 import re
 import struct
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.checkpoint.serialize import PIECE_BYTES
+from hvd_train.engine.library import BINDINGS, built
 from hvd_train.engine.transfers import TransferError
 from hvd_train.errors import (
     SOME_RANK,
@@ -137,7 +139,10 @@ class HorovodCommunicator(ABC):
         try:
             self.hvd: Any = self._open()
         except (ImportError, OSError) as error:
-            raise ConfigError(f"Horovod cannot be used: {error}", fix=install_fix()) from error
+            stock = os.environ.get(BINDINGS) == "stock" and bool(built())
+            fix = f"unset {BINDINGS}, or build them: scripts/setup --bindings both" if stock else install_fix()
+            what = "Horovod's own bindings" if stock else "Horovod"
+            raise ConfigError(f"{what} cannot be used: {error}", fix=fix) from error
         wait_for_ranks(here := world())
         rendezvous.join_world(here)
         self._make_stage_sets()

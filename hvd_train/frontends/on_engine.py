@@ -16,7 +16,7 @@ from hvd_train.engine.transfers import ADASUM, ALLGATHER, ALLREDUCE, ALLTOALL, A
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, guarded
 from hvd_train.frontends.mpi import address_of
-from hvd_train.installation import AGAIN, install_fix, made_by_setup
+from hvd_train.installation import AGAIN, install_fix, replace_fix
 from hvd_train.protocol import Handle, Tensor
 
 STOCK = ("horovod.torch", "horovod.tensorflow")
@@ -26,9 +26,7 @@ OPS = {"sum": SUM, "average": AVERAGE, "adasum": ADASUM}
 def check_file(file: Path) -> None:
     """Raise ConfigError if a library of the engine cannot be loaded on this machine."""
     if fault := damage(file):
-        again = "run scripts/setup" if made_by_setup() else "pip install --force-reinstall --no-deps . there"
-        fix = f"remove hvd_train/engine/lib in hvd_train's clone, and {again}"
-        raise ConfigError(f"the engine's library {fault}", where=str(file), fix=fix)
+        raise ConfigError(f"the engine's library {fault}", where=str(file), fix=replace_fix())
 
 
 class EngineCommunicator(HorovodCommunicator):

@@ -37,15 +37,14 @@ SHARES = {"other batch": 0.4, "exchange": 0.25, "input": 0.1, "compressors": 0.5
 class Recorder(Hook):
     """Records calls of steps for some seconds, then ends the training on all ranks.
 
-    The first step, the first call of each number of steps (which traces a graph) and the first part of the time are
-    left out.
+    Calls that trace a graph, the first of each number of steps and the first part of the time are left out.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._began = seconds, 0.0  # when the first call ended
         self._rows: list[tuple[float, list[float]]] = []  # (when it ended, as ``calls``)
         self._lengths: set[int] = set()
-        self._steps = 0
+        self._steps, self._traced = 0, 0
         self._last, self._waited = 0.0, 0.0  # the end of the last call, and the seconds waited until then
 
     def on_start(self, trainer: Training) -> None:
@@ -54,21 +53,21 @@ class Recorder(Hook):
     def on_step(self, trainer: Training, info: StepInfo) -> None:
         self._steps += 1
         if not trainer.frontend.queued:
-            self._end_call(trainer.frontend.waited(True))
+            self._end_call(trainer.frontend.waited(True), trainer.frontend.traced)
         if info.due.sync and self._began:
             # Ranks sync at the same steps, so all of them leave after the same.
             passed = time.perf_counter() - self._began
             over = passed > self._seconds and (len(self.calls) >= LEAST_CALLS or passed > LONGEST * self._seconds)
             trainer.progress.stopped = broadcast_json(trainer.communicator, over)
 
-    def _end_call(self, waited: float) -> None:
+    def _end_call(self, waited: float, traced: int) -> None:
         now = time.perf_counter()
-        if self._steps in self._lengths:
+        if self._steps in self._lengths and traced == self._traced:
             row = [self._steps, (now - self._last) / self._steps, (waited - self._waited) / self._steps]
             self._rows.append((now, row))
         self._lengths.add(self._steps)
         self._began = self._began or now
-        self._last, self._waited, self._steps = now, waited, 0
+        self._last, self._waited, self._steps, self._traced = now, waited, 0, traced
 
     def on_epoch_end(self, trainer: Training, epoch: Epoch) -> None:
         # The evaluation belongs to no step.

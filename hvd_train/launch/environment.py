@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, KERNELS
 from hvd_train.launch import launchers
 from hvd_train.launch.world import World
@@ -17,6 +19,9 @@ BEGAN = "HVD_TRAIN_BEGAN"  # set by -np: when the command began, in seconds sinc
 CORES = "HVD_TRAIN_CORES"  # set by -np: the cores that all ranks share, comma-separated
 # Horovod's variable: seconds until it ends ranks that do not call the same collective.
 STALL, STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600"
+# The ends of the names of Horovod's variables that are whole numbers. Its C++ reads "1e9" as 1, and a word as 0.
+WHOLE = ("_SECONDS", "_MS", "_BYTES", "_SIZE", "_THRESHOLD", "_CAPACITY", "_STREAMS", "_SAMPLES", "_SAMPLE", "_TIMEOUT")
+CYCLE = "HOROVOD_CYCLE_TIME"  # milliseconds, with fractions
 
 
 def world(environ: Mapping[str, str] = os.environ) -> World:
@@ -100,7 +105,7 @@ def rank_settings(here: World, framework: str | None, count: int, verbose: bool)
             # A waiting rank must yield its core to one that computes.
             "OMPI_MCA_mpi_yield_when_idle": "1",
             # At Horovod's 1 ms a small model's step is mostly waiting.
-            "HOROVOD_CYCLE_TIME": "0.1",
+            CYCLE: "0.1",
             # Ours (see scripts/horovod-*.patch): a rank that has nothing to exchange does not wake every cycle, ...
             "HOROVOD_IDLE_WAIT_MS": "1000",
             # ... and MPI reduces large tensors in pieces. On one host a piece fits into the cache. Over a network it is
@@ -117,6 +122,19 @@ def rank_settings(here: World, framework: str | None, count: int, verbose: bool)
             "HOROVOD_STALL_CHECK_TIME_SECONDS": str(_check_seconds(limit)),
         }
     return settings
+
+
+def check_horovod(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError for a variable of Horovod that is no number and has to be one."""
+    wrong = [
+        name
+        for name, value in environ.items()
+        if (name.startswith("HOROVOD_") and name.endswith(WHOLE) and not value.isdecimal())
+        or (name == CYCLE and not re.fullmatch(r"\d+\.?\d*|\.\d+", value))
+    ]
+    for name in wrong:
+        what, fix = f"'{environ[name]}' is no {'number' if name == CYCLE else 'whole number'}", "unset or correct it"
+        raise ConfigError(what, where=f"environment variable {name}", fix=fix)
 
 
 def prepare_rank(

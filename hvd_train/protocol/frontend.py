@@ -194,6 +194,10 @@ class Trainable(FrontEndPart, Protocol):
     def queued(self) -> Sequence[Any]:
         """Return the steps that have not run yet; several run at once."""
 
+    @property
+    def traced(self) -> int:
+        """Return how many graphs of steps were made until now; a step that makes one takes long."""
+
     def freeze(self, names: Collection[str], fixed: Collection[str] = ()) -> None:
         """Freeze the named tensors, and no others, from the next ``connect`` on.
 

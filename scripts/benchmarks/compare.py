@@ -58,7 +58,8 @@ class Engine:
     root: Path = ROOT  # the checkout whose code runs
 
 
-WITH_MORE_KEYS = ("ours (ema)", "ours (groups)")  # see engines.py; other checkouts may not have them
+# See engines.py. They run if they are named: other checkouts may not have them.
+WITH_MORE_KEYS = ("ours (compiled)", "ours (ema)", "ours (groups)")
 
 
 def engines(framework: str, model: str) -> list[Engine]:
@@ -68,8 +69,7 @@ def engines(framework: str, model: str) -> list[Engine]:
         Engine(framework, "ours (Gloo)", "gloo"),
         Engine(framework, {"pytorch": "ours (own loop)", "tensorflow": "ours (model.fit)"}[framework], "mpirun"),
     ]
-    if model == "mlp":
-        ours += [Engine(framework, name, "mpirun") for name in WITH_MORE_KEYS]
+    ours += [Engine(framework, name, "mpirun") for name in WITH_MORE_KEYS]
     if framework == "tensorflow":
         names = "ours (step by step)", "ours (model.fit by 10)"
         ours += [Engine(framework, name, "mpirun") for name in names]
@@ -284,8 +284,8 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 def compare(framework: str, model: str, rounds: int, seconds: float, only: list[str] | None = None) -> dict:
     """Compare all engines of a framework on one model; return {engine: figures}, in samples/s of both ranks."""
-    wanted = only or (LARGE if TOGETHER[model] == 2 else None)
-    ours, *others = (e for e in engines(framework, model) if not wanted or e.name in wanted)
+    found = [e for e in engines(framework, model) if (e.name in only if only else e.name not in WITH_MORE_KEYS)]
+    ours, *others = (e for e in found if only or TOGETHER[model] > 2 or e.name in LARGE)
     results: dict[str, dict] = {}
     for first in range(0, len(others), TOGETHER[model]):  # ours is in every group; keep the first group's figure
         results = group([ours, *others[first : first + TOGETHER[model]]], model, rounds, seconds) | results

@@ -63,6 +63,7 @@ def ours(
 # Engines with additional keys, which other checkouts may not have.
 MORE = {
     "ours (ema)": {"ema": {"decay": 0.999}},
+    "ours (compiled)": {"model": {"compile": True}},
     "ours (groups)": {"optim": {"groups": [{"match": "*.bias", "lr": 0.01}]}},
 }
 ENGINES: dict[str, dict[str, Callable]] = {

@@ -182,7 +182,7 @@ def summary_to_target(cells: Sequence[dict], target: str) -> list[str]:
         return []
     rows = [
         [one["framework"], one["model"], one["kind"], str(one["ranks"]), one["samples"], f"{one['measured']:.3g}",
-         f"{one['predicted']:.3g}", shown(one["error"])]
+         f"{one['predicted']:.3g}", shown(one, "error")]
         for one in cells
     ]  # fmt: skip
     errors = [abs(one["error"]) for one in cells]
@@ -190,11 +190,14 @@ def summary_to_target(cells: Sequence[dict], target: str) -> list[str]:
     return ["", table(TO_TARGET, rows), f"seconds to {target}: {len(cells)} cells, {figures}"]
 
 
-def shown(value: object) -> str:
+def shown(cell: dict, column: str) -> str:
+    value = cell[column]
+    if column in ("measured", "predicted"):
+        return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{100 * value:+.1f} %" if abs(value) < 20 else f"{value:,.0f}"
+        return f"{100 * value:+.1f} %"
     return "-" if value is None else str(value)
 
 
@@ -231,10 +234,10 @@ def main(arguments: list[str]) -> None:
                     say(f"{framework}, {model}: {error}")
                     continue
             cells += some
-            say(table(COLUMNS, [[shown(one[key]) for key in COLUMNS] for one in some]))
+            say(table(COLUMNS, [[shown(one, key) for key in COLUMNS] for one in some]))
             found_so_far = {"about": about, "cells": cells, "to_target": trained}
             (options.output / "insight.json").write_text(json.dumps(found_so_far, indent=1) + "\n")
-    rows = table(COLUMNS, [[shown(one[key]) for key in COLUMNS] for one in cells])
+    rows = table(COLUMNS, [[shown(one, key) for key in COLUMNS] for one in cells])
     last = [*summary(cells), *summary_to_target(trained, options.target)]
     (options.output / "insight.txt").write_text("\n".join([*about, "", rows, "", *last]) + "\n")
     say("\n".join(["", *last, f"{options.output}: insight.json, insight.txt"]))

@@ -9,7 +9,8 @@ from click.testing import CliRunner
 
 from hvd_train.cli.main import cli
 from hvd_train.doctor import host
-from hvd_train.installation import install_fix
+from hvd_train.engine import library
+from hvd_train.installation import install_fix, replace_fix
 
 
 @pytest.mark.parametrize("package", ["tensorflow", "tensorflow-cpu"])
@@ -26,9 +27,11 @@ def test_doctor_counts_whatever_is_broken(monkeypatch, capsys, package):
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(host, "_look", lambda framework: found[framework])
     monkeypatch.setattr(host, "_probe", lambda framework, tool, verbose: (framework, tool, *"...", "ok"))
-    assert host.doctor(False) == 1 and "no libcudart" in capsys.readouterr().out
-    found["tensorflow"] = sound
-    assert host.doctor(False) == 0
+    output = (host.doctor(False), capsys.readouterr().out)
+    assert output[0] == 1 and "no libcudart" in output[1] and "hvd_train is tested with 2.13" in output[1]
+    found["tensorflow"] = sound | {"version": "2.21.3"}
+    found["pytorch"] = sound | {"version": "2.13.1+cpu"}
+    assert host.doctor(False) == 0 and "is tested with" not in capsys.readouterr().out
 
 
 def test_jax_without_the_engine_breaks_nothing(monkeypatch, capsys):
@@ -42,6 +45,33 @@ def test_jax_without_the_engine_breaks_nothing(monkeypatch, capsys):
     assert ["jax", "needs", "the", "engine", *install_fix("--bindings both").split()] in [
         line.split() for line in capsys.readouterr().out.splitlines()
     ]
+
+
+def test_a_damaged_engine_is_not_the_frameworks_fault(monkeypatch, capsys, tmp_path):
+    """Each library that cannot be used has a row of its own; one for another MPI than the host's is no fault."""
+    sound = {"version": "1", "gpus": 0}
+    for name in ("openmpi", "mpich", "gloo", "tensorflow"):
+        (tmp_path / f"{name}.so").write_bytes(b"no library")
+    monkeypatch.setattr(metadata, "version", lambda name: "1")
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(host, "TENSORFLOW_OP", tmp_path / "tensorflow.so")
+    monkeypatch.setattr(host, "_look", lambda framework: dict(sound))
+    monkeypatch.setattr(host, "_probe", lambda framework, tool, verbose: (framework, tool, *"...", "ok"))
+    assert host.doctor(False) == 1
+    output = capsys.readouterr().out
+    rows = [line for line in output.splitlines() if line.startswith("engine, ")]
+    assert [row.split()[1] for row in rows] == ["tensorflow.so", "openmpi.so", "mpich.so", "gloo.so"]
+    assert all("is damaged: it is no library" in row and replace_fix() in row for row in rows)
+    assert "not tried" in output
+    monkeypatch.setattr(host, "damage", lambda file: "")
+    found = {"openmpi": "", "mpich": "libmpi.so.12: cannot open shared object file", "gloo": ""}
+    monkeypatch.setattr(host, "_load_error", found.__getitem__)
+    assert host.doctor(False) == 0
+    output = capsys.readouterr().out
+    assert "engine, " not in output and "Horovod with MPI, Gloo" in output
+    found |= {"openmpi": "crashes while it is loaded"}
+    assert host.doctor(False) == 1
+    assert "engine, openmpi.so" in (output := capsys.readouterr().out) and "engine, mpich" not in output
 
 
 def test_no_framework_at_all(monkeypatch, capsys):

@@ -35,7 +35,7 @@ def clock(monkeypatch):
 
 
 def trainer_of(clock):
-    frontend = SimpleNamespace(queued=[], waited=lambda fresh: clock.waited)
+    frontend = SimpleNamespace(queued=[], traced=0, waited=lambda fresh: clock.waited)
     return SimpleNamespace(frontend=frontend, communicator=Alone(), progress=SimpleNamespace(stopped=False))
 
 
@@ -61,6 +61,16 @@ def test_first_calls_trace_and_evaluations_belong_to_no_step(clock):
     # The warm-up is a share of the time since the first call, which the evaluation is part of.
     before, after = recorder.calls
     assert before == pytest.approx([4, 0.2, 0.05]) and after == pytest.approx([4, 0.3, 0.1])
+
+
+def test_a_call_that_traces_another_graph_does_not_count(clock):
+    """TensorFlow takes another graph from the ninth call on, where steps run one by one."""
+    recorder, trainer = Recorder(10.0), trainer_of(clock)
+    recorder.on_start(trainer)
+    for call in range(8):
+        trainer.frontend.traced = 1 + (call >= 6)
+        take(recorder, trainer, clock, 1, 9.0 if call in (0, 6) else 0.25, sync=False)
+    assert [row[1] for row in recorder.calls] == pytest.approx([0.25])
 
 
 def test_all_ranks_leave_at_a_sync_after_the_seconds_and_some_calls(clock):

@@ -247,3 +247,24 @@ def test_a_command_typed_in_a_shell_of_several_tasks_is_told_at_once(monkeypatch
     monkeypatch.setattr("os.isatty", lambda descriptor: False)
     monkeypatch.setattr("os.getpgrp", lambda: 7)
     assert world(step | {"SLURM_PTY_PORT": "40000", "SLURM_PROCID": "1"}).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HOROVOD_GLOO_TIMEOUT_SECONDS", "abc"),
+        ("HOROVOD_FUSION_THRESHOLD", "1e9"),
+        ("HOROVOD_FUSION_THRESHOLD", "-1"),
+        ("HOROVOD_CACHE_CAPACITY", ""),
+        ("HOROVOD_CYCLE_TIME", "5ms"),
+    ],
+)
+def test_horovods_numbers_are_numbers(name, value):
+    """Horovod would read 1e9 as 1, and a word as 0: a limit of no seconds."""
+    with pytest.raises(ConfigError, match=f"'{value}' is no .*number; environment variable {name};"):
+        environment.check_horovod({name: value})
+
+
+def test_sound_numbers_of_horovod_pass():
+    good = {"HOROVOD_CYCLE_TIME": "0.1", "HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_LOG_LEVEL": "debug", "OTHER_MS": "x"}
+    environment.check_horovod(good | HOROVOD)

@@ -328,6 +328,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         key = graph, None if self._ragged else arguments[2].shape[0]
         if key not in self._compiled:
             self._compiled[key] = graph.get_concrete_function(*graphs.signature(self._sample, arguments))
+            self.traced += 1
         return self._call(self._compiled[key], *arguments)
 
     def run_queued(self) -> None:
@@ -339,6 +340,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         if rows not in self._steps:
             like = graphs.signature(self._sample, steps[0][0], None)
             self._steps[rows] = graph(self._traced_steps).get_concrete_function(*like)
+            self.traced += 1
         together = graphs.columns(flat)
         started = time.perf_counter()
         if self._common:

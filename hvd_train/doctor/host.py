@@ -23,6 +23,7 @@ from hvd_train.engine.library import (
     file_of,
     horovod,
     lacking,
+    missing_fix,
     use_stock,
 )
 from hvd_train.errors import TrainError, amount
@@ -119,7 +120,7 @@ def doctor(verbose: bool) -> int:
             )
             for one in startable()
         ),
-        ("Horovod", horovod(), "" if horovod() != MISSING else install_fix()),
+        ("Horovod", horovod(), "" if horovod() != MISSING else missing_fix()),
     ]
     records = [one for one in FRAMEWORKS.values() if version(one.packages[0]) or not one.optional]
     engine, faults = ({}, []) if use_stock() else _engine()

@@ -13,6 +13,8 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+from hvd_train.installation import install_fix
+
 VERSION, MISSING = "0.28.1", "missing"
 BINDINGS = (
     "HVD_TRAIN_BINDINGS"  # stock or engine; for scripts that import horovod.torch or horovod.tensorflow themselves
@@ -66,6 +68,13 @@ def horovod() -> str:
         return f"{metadata.version('horovod')}, its own bindings"
     except metadata.PackageNotFoundError:
         return MISSING
+
+
+def missing_fix() -> str:
+    """Return what to do where there is no Horovod, or not the bindings that are asked for."""
+    if built() and os.environ.get(BINDINGS) == "stock":
+        return f"unset {BINDINGS}, which takes the engine; scripts/setup --bindings both builds Horovod's own bindings"
+    return install_fix()
 
 
 def load(name: str) -> ctypes.CDLL:

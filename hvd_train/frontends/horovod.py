@@ -6,7 +6,6 @@ import copy
 import ctypes
 import functools
 import importlib
-import os
 import re
 import struct
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.checkpoint.serialize import PIECE_BYTES
-from hvd_train.engine.library import BINDINGS, built
+from hvd_train.engine.library import missing_fix
 from hvd_train.engine.transfers import TransferError
 from hvd_train.errors import (
     SOME_RANK,
@@ -31,7 +30,6 @@ from hvd_train.errors import (
 )
 from hvd_train.frontends.mpi import MpiWindow, mpi_world
 from hvd_train.frontends.traffic import Traffic
-from hvd_train.installation import install_fix
 from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.detected import ALONE
@@ -139,10 +137,7 @@ class HorovodCommunicator(ABC):
         try:
             self.hvd: Any = self._open()
         except (ImportError, OSError) as error:
-            stock = os.environ.get(BINDINGS) == "stock" and bool(built())
-            fix = f"unset {BINDINGS}, or build them: scripts/setup --bindings both" if stock else install_fix()
-            what = "Horovod's own bindings" if stock else "Horovod"
-            raise ConfigError(f"{what} cannot be used: {error}", fix=fix) from error
+            raise ConfigError(f"Horovod cannot be used: {error}", fix=missing_fix()) from error
         wait_for_ranks(here := world())
         rendezvous.join_world(here)
         self._make_stage_sets()

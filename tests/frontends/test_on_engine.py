@@ -12,6 +12,7 @@ from hvd_train.engine import library, transfers
 from hvd_train.errors import ConfigError
 from hvd_train.frontends import on_engine
 from hvd_train.frontends.on_engine import EngineNumpy
+from hvd_train.installation import install_fix
 
 
 def test_two_horovods_are_refused(monkeypatch):
@@ -87,3 +88,12 @@ def test_bindings_that_do_not_exist(monkeypatch):
     monkeypatch.setenv(library.BINDINGS, "Stockk")
     with pytest.raises(ConfigError, match="'Stockk' is neither engine nor stock; HVD_TRAIN_BINDINGS; unset it"):
         EngineNumpy(2).open()
+
+
+def test_stock_bindings_that_are_missing(monkeypatch):
+    """``pip install .`` would not bring them: the engine is there, and the variable stands in its way."""
+    monkeypatch.setenv(library.BINDINGS, "stock")
+    monkeypatch.setattr(library, "built", lambda: ["openmpi"])
+    assert library.missing_fix().startswith("unset HVD_TRAIN_BINDINGS")
+    monkeypatch.setattr(library, "built", list)
+    assert library.missing_fix() == install_fix()

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_train.errors import ConfigError
-from hvd_train.installation import install_fix
 
 
 def find_tool(name: str) -> str | None:
@@ -59,7 +58,7 @@ def mpi_built() -> bool:
     """Return whether Horovod speaks MPI."""
     from importlib.util import find_spec
 
-    from hvd_train.engine.library import built, use_stock
+    from hvd_train.engine.library import built, missing_fix, use_stock
 
     if not use_stock():
         return any(name != "gloo" for name in built())
@@ -67,7 +66,7 @@ def mpi_built() -> bool:
     # From the linked libraries, because importing Horovod imports a framework, which takes seconds.
     spec = find_spec("horovod")
     if spec is None or spec.origin is None:
-        raise ConfigError("Horovod is not installed", fix=install_fix())
+        raise ConfigError("Horovod is not installed", fix=missing_fix())
     for library in Path(spec.origin).parent.glob("*/mpi_lib*.so"):
         linked = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=False).stdout
         return "libmpi" in linked

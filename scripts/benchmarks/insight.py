@@ -2,8 +2,8 @@
 
 On this host a cell is a model, a framework and a number of ranks. A study (``hvd-train scale --weak``) measures it,
 half before and half after the plan, so that a drift of the machine hits both. The plan tries these ranks too, also
-more than cores. Over links (``--rates``, network namespaces as root) a cell is a
-rehearsal: ranks that sleep the steps' own times and exchange for real, against the prediction for as many hosts.
+more than cores. Over links (``--rates``, network namespaces as root) a cell is a training on as many hosts as there are
+cores, and on more hosts a rehearsal: ranks that sleep the steps' own times and exchange for real.
 
 Baselines: linear (N times one rank), and a scaling law through the study's smaller numbers of ranks, where there are
 two or more: the universal law where there are three, else Amdahl's.
@@ -42,6 +42,7 @@ from hvd_train.scaling.points import aim, measured
 
 CHOICE = 1.05  # a choice is good if the best takes at most so much less time
 REHEARSED = 4.0  # seconds of a rehearsal
+TRAINED = 60.0  # seconds of trainings over a link, with their starts
 TO_TARGET = ("framework", "model", "kind", "ranks", "samples", "measured", "predicted", "error")
 COLUMNS = ("framework", "model", "where", "ranks", "how", "measured", "predicted", "error", "inside", "linear", "law")
 
@@ -128,22 +129,38 @@ def over_links(name: dict, config: Config, found: calibration.Calibration, optio
                 exchange += model.exchange(hosts, 1, where) - model.exchange(hosts, 1, Link(math.inf, 0.0))
             at = model.predict(hosts, 1, key[1], where, batch, exchange)
             own = plan.slept_as(model, key, at.batch)
+            trains = hosts <= found.cores  # a core for each host
             try:
                 with modes.started(rate, hosts, folder) as (start, _):
-                    taken = calibration.rehearse(config, hosts, own, REHEARSED, start, folder / f"{rate}-{hosts}")
+                    if trains:
+                        true = trained(config, hosts, start, folder / f"{rate}-{hosts}")
+                    else:
+                        taken = calibration.rehearse(config, hosts, own, REHEARSED, start, folder / f"{rate}-{hosts}")
+                        true = hosts * at.batch / (sum(taken) / len(taken))
             except TrainError as error:
                 say(f"{name['model']}, {rate}, {hosts} hosts: {error}")
                 continue
-            true = hosts * at.batch / (sum(taken) / len(taken))
-            cell = compared(at, true) | {"where": rate, "how": "rehearsed"}
+            cell = compared(at, true) | {"where": rate, "how": "trained" if trains else "rehearsed"}
             cells.append(name | cell | {"linear": hosts * at.batch / at.own / true - 1, "law": None})
     return cells
+
+
+def trained(config: Config, hosts: int, start: calibration.Start, folder: Path) -> float:
+    """Return samples/s of a real training, of one rank of one thread on each host."""
+    key = (hosts, 1)
+    found = calibration.measure(config, [key], TRAINED, start, folder, lambda line: None)
+    return median(run["batch"] / calibration.point_of(run, key).step for run in found.figures[key])
 
 
 def summary(cells: Sequence[dict]) -> list[str]:
     """Return the figures over all cells, and the cells that lose."""
     lines = []
-    kinds = {"tried": "measured", "extrapolated on this host": "predicted", "over links": "rehearsed"}
+    kinds = {
+        "tried": "measured",
+        "extrapolated on this host": "predicted",
+        "trained over links": "trained",
+        "over links": "rehearsed",
+    }
     for title, how in kinds.items():
         some = [one for one in cells if one["how"] == how]
         if not some:

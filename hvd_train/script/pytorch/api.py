@@ -10,7 +10,7 @@ from typing import Any, TypeVar, TypeVarTuple, overload
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from hvd_train.config.modes import ALLREDUCE
 from hvd_train.core.agreement import agree, collectively
@@ -291,10 +291,10 @@ def shard(loader: DataLoader) -> DataLoader:
     """Return a loader over this rank's share of the samples, in batches of the loader's ``batch_size``.
 
     Each sample comes once per epoch, on one rank; all ranks have the same number of batches. With ``shuffle`` each pass
-    that begins after a step of a distributed optimizer has another order: a function of rank 0's seed (the loader
-    generator's, or torch's and the number of loaders sharded before), and of the steps made, or the argument of
-    ``loader.set_epoch(number)``. So loaders whose generators have the same seed are in the same order, and inspecting
-    a batch changes nothing, on one rank or on all.
+    that begins after a step of a distributed optimizer has another order: a function of rank 0's seed (that of the
+    generator of the loader or its ``RandomSampler``, or torch's and the number of loaders sharded before), and of the
+    steps made, or the argument of ``loader.set_epoch(number)``. So loaders whose generators have the same seed are in
+    the same order, and inspecting a batch changes nothing, on one rank or on all.
 
     At the end of a pass with steps, and at the start of the next one, the generators of torch, NumPy and ``random`` are
     seeded from (seed, epoch, rank), as in a run that resumes there. Workers' generators are seeded from (seed, epoch,
@@ -307,9 +307,11 @@ def shard(loader: DataLoader) -> DataLoader:
     collectively(communicator, lambda: shares.check(loader))
     agree(communicator, shares.facts(loader))
     number, registry.loaders = registry.loaders, registry.loaders + 1
-    seed = loader.generator.initial_seed() if loader.generator else torch.initial_seed()
+    shuffles = type(loader.sampler) is RandomSampler and loader.sampler.generator
+    generator = shuffles or loader.generator
+    seed = generator.initial_seed() if generator else torch.initial_seed()
     # Two loaders of equal length must have different orders, unless the script gave their generators the same seed.
-    again = rng.uses(loader.generator) if loader.generator else number
+    again = rng.uses(generator) if generator else number
     # Rank 0's, because the ranks' shares must be parts of one order.
     seed, again = json.loads(communicator.broadcast_bytes(json.dumps([seed, again]).encode()))
     key = mix(seed, again) if again else seed

@@ -31,9 +31,9 @@ def test_an_epoch_ends_with_draws_of_its_own():
                 for _ in loader:
                     drawn()
                     optimizer.step()
-                saved = loader.batch_sampler.state_dict()
+                saved = loader.share.state_dict()
                 draws.append(drawn())
-                loader.batch_sampler.load_state_dict(saved)
+                loader.share.load_state_dict(saved)
                 assert draws[-1] == drawn()
     values = [value for row in draws for value in row]
     assert len(set(values)) == len(values) == 12

@@ -100,7 +100,7 @@ def test_a_sampler_that_is_told_the_epoch():
     for epoch in (0, 3, 1000):
         assert len(loader) == len(batched) == 3
         sampler.set_epoch(epoch)
-        batched.batch_sampler.set_epoch(epoch)
+        batched.set_epoch(epoch)
         for part in (loader, batched):
             assert torch.cat(list(part)).tolist() == order(epoch)
     loader.set_epoch(7)
@@ -241,3 +241,83 @@ def test_orders_that_ranks_do_not_share_have_other_digests(accumulate):
     }.items():
         one, two = digests(make)
         assert one and two and (one == two) == alike
+
+
+class Curriculum(data.Sampler):
+    """Batches of what is easy enough, in one list that is filled again and again."""
+
+    limit = 8
+
+    def __iter__(self):
+        batch = []
+        for start in range(0, self.limit, 4):
+            batch[:] = range(start, start + 4)
+            yield batch
+
+    def __len__(self):
+        return self.limit // 4
+
+
+def test_what_a_script_sets_on_its_batch_sampler_counts():
+    """The loader hands out the script's own; torch's has a batch size and ``drop_last``."""
+    loaders = world_of(lambda: data.DataLoader(range(32), batch_sampler=Curriculum()), 2)
+    for limit in (8, 16, 32):
+        for loader in loaders:
+            loader.batch_sampler.limit = limit
+        assert sorted(i for loader in loaders for batch in loader for i in batch.tolist()) == list(range(limit))
+        shares.stepped()
+    for make in (
+        lambda: data.DataLoader(range(30), 4),
+        lambda: data.DataLoader(range(30), 4, sampler=data.SequentialSampler(range(30))),
+        lambda: data.DataLoader(range(30), 4, sampler=data.SubsetRandomSampler(range(30))),
+    ):
+        loaders = world_of(make, 2)
+        assert [len(list(loader)[0]) for loader in loaders] == [4, 4]
+        for loader in loaders:
+            loader.batch_sampler.batch_size, loader.batch_sampler.drop_last = 8, True
+        assert [[len(x) for x in loader] for loader in loaders] == [[8], [8]] and len(loaders[0]) == 1
+        assert isinstance(loaders[0].batch_sampler.sampler, data.Sampler)
+
+
+def test_a_batch_size_that_changes_within_a_pass_counts_from_the_next_one_on():
+    loaders = world_of(lambda: data.DataLoader(range(48), 4), 2)
+    seen = []
+    with pytest.warns(UserWarning, match="batch_size became 2 within a pass, whose batches keep 4 samples"):
+        for loader in loaders:
+            for k, batch in enumerate(loader):
+                seen += batch.tolist()
+                if k == 1:
+                    loader.batch_sampler.batch_size = 2
+    assert sorted(seen) == list(range(48)) and [len(loader) for loader in loaders] == [12, 12]
+
+
+class Range(data.IterableDataset):
+    """PyTorch's documented example of a stream."""
+
+    def __init__(self, start, end):
+        self.start, self.end = start, end
+
+    def __len__(self):
+        return self.end - self.start
+
+    def __iter__(self):
+        return iter(range(self.start, self.end))
+
+
+def divide(worker):
+    """Its ``worker_init_fn``."""
+    info = data.get_worker_info()
+    part = (info.dataset.end - info.dataset.start) // info.num_workers
+    info.dataset.start += worker * part
+    info.dataset.end = info.dataset.start + part
+
+
+def test_a_script_sets_attributes_of_its_stream():
+    """In a worker, and through the loader."""
+    loaders = world_of(lambda: data.DataLoader(Range(0, 32), 4, num_workers=2, worker_init_fn=divide), 2)
+    assert sorted(i for loader in loaders for batch in loader for i in batch.tolist()) == list(range(32))
+    loaders = world_of(lambda: data.DataLoader(Range(0, 32), 4), 2)
+    for loader in loaders:
+        loader.dataset.start = 16
+        assert len(loader.dataset) == 16 and len(loader) == 2
+    assert sorted(i for loader in loaders for batch in loader for i in batch.tolist()) == list(range(16, 32))

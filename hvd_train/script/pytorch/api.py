@@ -328,7 +328,8 @@ def shard(loader: DataLoader) -> DataLoader:
 
     together = record.together if (record := recording()) else 1
     rank_and_size = communicator.rank, communicator.size
-    return passes.shared(loader, key, *rank_and_size, ended=ended, number=number, together=together)
+    more: Any = dict(number=number, together=together, again=again if generator else 0, shuffled=generator)
+    return passes.shared(loader, key, *rank_and_size, ended=ended, **more)
 
 
 # On import: before the script makes a model or draws a number.

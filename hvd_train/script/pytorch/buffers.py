@@ -53,6 +53,10 @@ class Buffers:
         self._places = list(places.values())
         self._marks = [self._mark(k) for k in range(len(self._places))]
         self._contents = self._sums()
+        # The buffers' first memory, kept so that nothing else is allocated there: {(layer, name): (buffer, address)}.
+        self._own: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
+        for place in self._places:
+            self._keep(place)
         self._live: set[int] = set()
         self._moved: set[int] = set()  # changed on this rank since the last exchange
         self._layers = list(model.modules())  # kept alive, so that their ids are not reused
@@ -61,6 +65,11 @@ class Buffers:
         self._late: dict[str, tuple[int, int]] = {}  # marks of late buffers, by name
         self._late_contents: dict[str, int] = {}
         self._late_new = self._late_live = False
+
+    def _keep(self, place: tuple[torch.nn.Module, str]) -> None:
+        layer, name = place
+        if (x := layer._buffers.get(name)) is not None and x.layout is torch.strided:
+            self._own[id(layer), name] = x, x.data_ptr()
 
     def __len__(self) -> int:
         """Return the number of flags."""
@@ -130,7 +139,7 @@ class Buffers:
         _, received = self._from_rank_0({k: x for k in sorted(self._live) if (x := self._get(k)) is not None})
         if self._communicator.rank:
             for k, value in received:
-                _put(self._places[k], value)
+                self._put(self._places[k], value)
             self._marks = [self._mark(k) for k in range(len(self._places))]
 
     def _from_rank_0(
@@ -144,6 +153,18 @@ class Buffers:
         pairs = zip(about, parts, strict=True)
         return new, ((key, _tensor_of(kind, shape, part)) for (key, kind, shape), part in pairs)
 
+    def _put(self, place: tuple[torch.nn.Module, str], value: torch.Tensor) -> None:
+        """Set the buffer at ``place`` to ``value``."""
+        layer, name = place
+        x, (own, address) = layer._buffers.get(name), self._own.get((id(layer), name), (None, 0))
+        if x is not None and x is own and (x.dtype, x.shape) == (value.dtype, value.shape) and x.data_ptr() == address:
+            x.data.copy_(value)  # a retained graph may hold the tensor
+            return
+        # A tensor that the model has put there since may share memory with a batch, or with what the model returned.
+        device = next(iter(layer.parameters()), value).device if x is None else x.device
+        layer._buffers[name] = value.to(device)
+        self._keep(place)
+
     def _share_late(self) -> None:
         """Broadcast rank 0's contents of the late buffers; warn of differences."""
         places = self._late_places()
@@ -156,7 +177,7 @@ class Buffers:
                 x = local.get(name)
                 if x is None or _memory_of(x).tobytes() != _memory_of(value).tobytes():
                     differing.append(name)
-                _put(places[name], value)
+                self._put(places[name], value)
         self._late = {name: _mark_of(layer._buffers[k]) for name, (layer, k) in places.items()}
         if new:
             everyone = self._communicator.allgather_bytes(json.dumps(differing).encode(), "late buffers")
@@ -182,17 +203,6 @@ def _tensor_of(kind: str, shape: list[int], part: memoryview) -> torch.Tensor:
     )
 
 
-def _put(place: tuple[torch.nn.Module, str], value: torch.Tensor) -> None:
-    """Set the buffer at ``place`` to ``value``."""
-    layer, name = place
-    x = layer._buffers.get(name)
-    if x is not None and (x.dtype, x.shape) == (value.dtype, value.shape):
-        x.data.copy_(value)  # a retained graph may hold the tensor
-    else:
-        device = next(iter(layer.parameters()), value).device if x is None else x.device
-        layer._buffers[name] = value.to(device)
-
-
 def _memory_of(x: torch.Tensor) -> np.ndarray:
     """Return a tensor's bytes, (bytes,) uint8."""
-    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return x.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()

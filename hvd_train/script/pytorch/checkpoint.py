@@ -136,7 +136,29 @@ def broadcast(communicator: Communicator, model: torch.nn.Module, optimizers: Se
     if communicator.rank:
         weights, states = state_bytes.unpack(data)
         for name, x in weights.items():
+            if 0 in tensors[name].stride():  # an expanded buffer, of which several entries are one
+                tensors[name].data = tensors[name].contiguous()
             tensors[name].copy_(x)
         for optimizer, state in zip(optimizers, states, strict=True):
-            optimizer.load_state_dict(state_bytes.with_functions(state, optimizer))
+            _take(optimizer, state)
             lay_slots(optimizer)
+
+
+def _take(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a state as if the optimizer had been made with it: the script may hold its groups, and slots keep their
+    types."""
+    groups, held = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
+    optimizer.load_state_dict(state_bytes.with_functions(state, optimizer))
+    for group, before, new in zip(groups, held, optimizer.param_groups, strict=True):
+        group.update(new)
+        for key, x in before.items():
+            if isinstance(x, torch.Tensor) and isinstance(group[key], torch.Tensor) and x.shape == group[key].shape:
+                group[key] = x.copy_(group[key])
+    optimizer.param_groups = groups
+    saved = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [p for group in groups for p in group["params"]]
+    for number, p in zip(saved, parameters, strict=True):
+        for name, x in state["state"].get(number, {}).items():
+            # load_state_dict makes everything floating-point that belongs to a floating-point weight.
+            if isinstance(x, torch.Tensor) and not x.is_floating_point() and optimizer.state[p][name].dtype != x.dtype:
+                optimizer.state[p][name] = x.to(p.device)

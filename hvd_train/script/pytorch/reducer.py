@@ -119,11 +119,13 @@ class Reducer:
         backward.watch_checkpoints()
         if lossy:
             loss_scale.follow(self)
+        self._hooks: set[int] = set()  # ids of this reducer's hooks on accumulated gradients
         self._hook_parameters()
 
     def _hook_parameters(self) -> None:
         for i, parameter in self._numbered:
-            parameter.register_post_accumulate_grad_hook(eager(lambda _, i=i: self._arrived(i)))
+            arrived = parameter.register_post_accumulate_grad_hook(eager(lambda _, i=i: self._arrived(i)))
+            self._hooks.add(arrived.id)
             if not self.average:
                 hook = torch.utils.hooks.unserializable_hook(eager(lambda _, i=i: self._summed.before(i)))
                 parameter.register_hook(hook)
@@ -204,9 +206,14 @@ class Reducer:
 
         Not if ranks compare lengths for them: they may make unequal numbers of passes in an uneven batch.
         """
-        self._early = self._overlap and not passes.gathers()
+        self._early = self._overlap and not passes.gathers() and not self._hooked_later()
         if self._early:
             self._take_weights()
+
+    def _hooked_later(self) -> bool:
+        """Return whether the script has hooks that change gradients after this reducer's, which would send them."""
+        hooks = (p._post_accumulate_grad_hooks for p in self._parameters)
+        return any(next(reversed(one)) not in self._hooks for one in hooks if one)
 
     def _take_weights(self) -> None:
         """Set the weights of this rank's gradients and of its changes of running statistics."""
@@ -246,6 +253,10 @@ class Reducer:
             elif gradient.dtype is not view.dtype or gradient.device != view.device:
                 what = f"it is {gradient.dtype} on {gradient.device} now, and was {view.dtype} on {view.device}"
                 fix = "call model.to(...), model.double() and the like before ht.distribute"
+                raise ConfigError(what, where=self._name(i), fix=fix, common=True)
+            elif gradient.shape != view.shape:
+                what = f"it has shape {tuple(gradient.shape)} now, and had {tuple(view.shape)} in ht.distribute"
+                fix = "make the model with its new shapes anew, load its weights, and call ht.distribute again"
                 raise ConfigError(what, where=self._name(i), fix=fix, common=True)
             else:
                 torch.mul(gradient, again.get(i, factor), out=view)
@@ -335,7 +346,8 @@ class Reducer:
         if summary.late:
             self._once_more(late, set(nowhere))
         else:
-            passes.agree_on_lengths(bool(summary.lengths))
+            if self.average:  # a sum has no weights, and says nothing of the next mean
+                passes.agree_on_lengths(bool(summary.lengths))
             self._end_exchanged(set(nowhere), summary.buffers, bool(summary.check))
 
     def _end_exchanged(self, nowhere: Collection[int], changed: list[float], check: bool) -> None:
@@ -413,7 +425,8 @@ class Reducer:
         if exchanged:
             self._by_hand = True
             self.passes += 1
-            passes.agree_on_lengths(lengths)
+            if self.average:
+                passes.agree_on_lengths(lengths)
             self._after_exchange(check)
 
     def note_replaced(self, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -16,7 +16,9 @@ class RunningStatistics:
     def __init__(self, places: Sequence[tuple[torch.nn.Module, str]]) -> None:
         self._places = places
         self.tensors: list[torch.Tensor] = [getattr(layer, name) for layer, name in places]
-        self._common = [x.detach().clone() for x in self.tensors]  # equal on all ranks, after the last pass
+        # Equal on all ranks, after the last pass; 0 where they are NaN or infinite: changes are relative to it, and a
+        # script may restore its statistics after a bad batch.
+        self._common = [x.detach().clone().nan_to_num_(0.0, 0.0, 0.0) for x in self.tensors]
 
     def look_up(self) -> None:
         """Look up the layers' current tensors, which a script may have replaced."""
@@ -35,6 +37,7 @@ class RunningStatistics:
             # The mean is added to the common value, not to this rank's, so all ranks get the same bits.
             common.add_(view)
             x.data.copy_(common)  # ``data``: a retained graph may hold the tensor
+            common.nan_to_num_(0.0, 0.0, 0.0)
 
     def average(self, total: Callable[[torch.Tensor], torch.Tensor], ranks: int) -> None:
         """Average the changes since the last exchange, without gradients. ``total`` sums a tensor over the ranks."""
@@ -51,4 +54,4 @@ class RunningStatistics:
         loaded = {id(x) for x in model.buffers()}
         for x, common in zip(self.tensors, self._common, strict=True):
             if id(x) in loaded:
-                common.copy_(x)
+                common.copy_(x).nan_to_num_(0.0, 0.0, 0.0)

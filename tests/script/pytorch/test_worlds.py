@@ -97,6 +97,7 @@ def test_all_ranks_hold_the_same_bits(worlds, ranks):
 
 
 OVERFLOW = [[2.0, True], [1.0, False], [1.0, True]]  # the scale, and whether the step was made
+CLOSE = pytest.approx(0, abs=1e-12)  # in 64 bits
 FACTS = {
     "scaler": OVERFLOW,
     "scaler topk": OVERFLOW,
@@ -112,6 +113,14 @@ FACTS = {
     "library metric": pytest.approx(3 / 5),
     # A tensor in, a tensor out; whole numbers stay whole, and overflow neither 8 bits nor 16.
     "equal generators": [48, True, 48, 48],
+    "held": {
+        "kept batches": [0, True],
+        "restored statistics": [CLOSE, True],
+        "later hooks": CLOSE,
+        "held groups": [CLOSE, "torch.bool"],
+        "mean and sum": [CLOSE, CLOSE],
+        "reseeded": [2 * 3 * 27, 3],
+    },
     "sums of tensors": [
         ["torch.int64", [[3, 0, 0], [0, 2, 0], [0, 0, 2]]],
         ["torch.int64", [400] * 2],

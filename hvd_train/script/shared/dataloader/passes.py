@@ -353,10 +353,17 @@ class Sharded(data.DataLoader):
     """A mixin that restricts a loader of the user's class to this rank's share."""
 
     share: shares.Passes
+    watched: tuple[torch.Generator, ...]  # besides the loader's own
+
+    @property
+    def _index_sampler(self) -> Any:
+        # The script's own batch sampler stays where it was: it may set its batch_size, or an epoch.
+        return self.share if isinstance(self.share, shares.Share) else super()._index_sampler
 
     def __iter__(self) -> Any:
         share = self.share
         shares.check_count(share, self.dataset)
+        share.take_seed()
         share.start()
         key = mix(share.seed, share.epoch)
         inner: Any = super().__iter__
@@ -364,6 +371,7 @@ class Sharded(data.DataLoader):
         # Workers are seeded from here, so torch's generator stays unchanged. Persistent workers are seeded once.
         first = share.seed if self.persistent_workers else key
         self.generator.manual_seed(first if isinstance(self.dataset, streams.StreamShare) else mix(first, share.rank))
+        share.watch(self.generator, *self.watched)
         if isinstance(self.dataset, streams.StreamShare):
             self.dataset.key = key
         batches = iter(inner())
@@ -396,12 +404,18 @@ def shared(
     ended: Callable[[int], None] = lambda batches: None,
     together: int = 1,
     number: int = 0,
+    again: int = 0,
+    shuffled: torch.Generator | None = None,
 ) -> data.DataLoader:
     """Return a copy of the loader over this rank's share of the samples.
 
-    ``together``: the number of ranks whose batches this single process takes. ``number``: of the loader.
+    ``together``: the number of ranks whose batches this single process takes. ``number``: of the loader. ``shuffled``:
+    the script's generator that shuffles it, which ``again`` other loaders have had before.
     """
     attributes: dict[str, Any] = {"generator": torch.Generator(), "_iterator": None}
+    # A sampler of the user's draws from its own generators, which are seeded for each pass.
+    watched = (shuffled,) if shuffled and type(loader.sampler) is data.RandomSampler else ()
+    attributes["watched"] = watched
     if isinstance(loader.dataset, data.IterableDataset):
         part = streams.StreamShare(loader.dataset, (loader.batch_size or 1) * together, loader.drop_last, rank, size)
         stream = streams.Stream(seed, rank, size, ended)
@@ -412,6 +426,8 @@ def shared(
     else:
         attributes["share"] = _share(loader, seed, rank, size)
     attributes["share"].number, attributes["share"].orders = number, fingerprint.Orders(loader.dataset)
+    attributes["share"].again = again
+    attributes["share"].watch(attributes["generator"], *watched)
     # The script may seed workers itself (worker_init_fn), in persistent workers only once.
     seeds_workers = loader.persistent_workers or loader.worker_init_fn is None
     attributes["share"].seeds_workers = loader.num_workers > 0 and seeds_workers
@@ -419,20 +435,21 @@ def shared(
     # A subclass of ours and the user's, without __init__, which would check and replace the attributes below.
     copy: Any = object.__new__(type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__}))
     # DataLoader forbids setting these one by one.
-    vars(copy).update(vars(loader) | {"batch_sampler": attributes["share"]} | attributes)
+    vars(copy).update(vars(loader) | attributes)
     return copy
 
 
 def _share(loader: data.DataLoader, seed: int, rank: int, size: int) -> shares.Share:
-    options: Any = dict(drop_last=loader.drop_last, seed=seed, rank=rank, size=size)
+    options: Any = dict(seed=seed, rank=rank, size=size)
     sampler, batch_size = loader.sampler, loader.batch_size
     # A subclass may build batches in its own way, so its batches are used.
     if type(loader.batch_sampler) is not data.BatchSampler or batch_size is None:
-        return user_order.UserBatches(loader.batch_sampler, seed=seed, rank=rank, size=size)
+        return user_order.UserBatches(loader.batch_sampler, **options)
     if _plain(sampler, loader.dataset):
         shuffle = type(sampler) is data.RandomSampler
+        options |= {"drop_last": loader.drop_last, "source": loader.batch_sampler}
         return shares.Share(len(loader.dataset), batch_size, shuffle=shuffle, **options)
-    return user_order.UserOrder(sampler, batch_size, **options)
+    return user_order.UserOrder(sampler, loader.batch_sampler, **options)
 
 
 def _plain(sampler: Any, samples: Any) -> bool:

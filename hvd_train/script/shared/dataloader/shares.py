@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,12 +65,25 @@ class Passes:
     orders: fingerprint.Orders  # of its data set
     seeds_workers = False  # whether each batch brings a seed for its worker
     trained = False  # whether steps were made in a pass over this loader
+    again = 0  # how many loaders have had this one's generator before
+    reseeded = False  # whether the script has seeded a generator of the loader anew
 
     def __init__(self, seed: int, rank: int, size: int) -> None:
         self.seed, self.rank, self.size = seed, rank, size
         self._numbers, self._thread = PassNumbers(steps, 0), threading.get_ident()
         self._thread_passes = 0  # passes in other threads
         self._whole = [0, 0]  # epoch, and its number of complete passes without a step
+        self._watched: list[tuple[torch.Generator, int]] = []
+
+    def watch(self, *generators: torch.Generator) -> None:
+        """Watch generators for a seed that the script sets from now on."""
+        self._watched = [(one, one.initial_seed()) for one in generators]
+
+    def take_seed(self) -> None:
+        """Take the seed that the script has given to a watched generator."""
+        for generator, before in self._watched:
+            if (seed := generator.initial_seed()) != before:
+                self.seed, self.reseeded = mix(seed, self.again) if self.again else seed, True
 
     @property
     def at_home(self) -> bool:
@@ -131,24 +146,29 @@ class Share(Passes, data.Sampler):
 
     plan: Plan  # of the latest pass
     count: int | None = None  # samples; None: the order is drawn again for each pass
+    source: Any = SimpleNamespace(batch_size=0, drop_last=False)
 
     def __init__(
-        self, count: int, batch_size: int, *, shuffle: bool, drop_last: bool, seed: int, rank: int, size: int
+        self,
+        count: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        seed: int,
+        rank: int,
+        size: int,
+        source: Any = None,
     ) -> None:
+        """``source``: the loader's own batch sampler, whose batch_size and drop_last the script may set for the passes
+        that follow."""
         super().__init__(seed, rank, size)
         self.count, self.shuffle = count, shuffle
-        self._drop_last, self.batch_size = drop_last, batch_size
+        self.source = source or SimpleNamespace(batch_size=batch_size, drop_last=drop_last)
+        self._even(count)  # raises for too few samples
 
-    @property
-    def batch_size(self) -> int:
-        return self._batch_size
-
-    @batch_size.setter
-    def batch_size(self, value: int) -> None:
-        """Set the samples of a rank's batch, as a script may on torch's batch samplers; from the next pass on."""
-        self._batch_size = value
-        if self.count is not None:
-            self._even = EvenBatches(self.count, value, self._drop_last, self.rank, self.size, WHERE)
+    def _even(self, count: int) -> EvenBatches:
+        return EvenBatches(count, self.source.batch_size, self.source.drop_last, self.rank, self.size, WHERE)
 
     def __len__(self) -> int:
         return self.planned(self.epoch).count
@@ -157,18 +177,30 @@ class Share(Passes, data.Sampler):
         epoch = self.begin()
         self.plan = plan = self.planned(epoch)
         if not self.seeds_workers:
-            return (plan.batch(k) for k in range(plan.count))
+            return self._batches(plan)
         # Each batch carries a seed for the worker that loads it.
         key = mix(mix(self.seed, epoch), self.rank)
-        return (rng.SeededBatch(plan.batch(k), mix(key, k)) for k in range(plan.count))
+        return (rng.SeededBatch(batch, mix(key, k)) for k, batch in enumerate(self._batches(plan)))
+
+    def _batches(self, plan: Plan) -> Iterator[list]:
+        size = self.source.batch_size
+        for k in range(plan.count):
+            if self.source.batch_size != size and not self.rank:
+                what = f"batch_size became {self.source.batch_size} within a pass, whose batches keep {size} samples"
+                warnings.warn(f"{what}; {WHERE}; the next pass takes it", stacklevel=2)
+                size = self.source.batch_size
+            yield plan.batch(k)
 
     def planned(self, epoch: int) -> Plan:
+        assert self.count is not None
+        even, seed = self._even(self.count), self.seed
+
         def batch(k: int) -> list:
             # (samples of this rank,) int64: positions in the shuffled order, then indices of samples
-            places = self._even.places(k)
-            return (permute(places, self._even.count, self.seed, epoch) if self.shuffle else places).tolist()
+            places = even.places(k)
+            return (permute(places, even.count, seed, epoch) if self.shuffle else places).tolist()
 
-        return Plan(len(self._even), batch, self._even.counts)
+        return Plan(len(even), batch, even.counts, f"seed {seed}" if self.shuffle and self.reseeded else "")
 
 
 class Joined(Share):
@@ -177,7 +209,7 @@ class Joined(Share):
     def __init__(self, shares: Sequence[Share], seed: int) -> None:
         # As rank 0 of 1: the order comes from the joined shares.
         Passes.__init__(self, seed, 0, 1)
-        self._shares = shares
+        self._shares, self.source = shares, shares[0].source
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
@@ -223,9 +255,12 @@ def check_count(passes: Passes, samples: Any) -> None:
 
 def facts(loader: data.DataLoader) -> dict[str, str]:
     """Return {name: text} for all properties that must be equal on all ranks."""
-    sized = hasattr(loader.dataset, "__len__")
+    try:
+        samples = str(len(loader.dataset))
+    except TypeError:  # a stream, or a chain of streams
+        samples = type(loader.dataset).__name__
     return {
-        "samples": str(len(loader.dataset)) if sized else type(loader.dataset).__name__,
+        "samples": samples,
         "batch_size": str(loader.batch_size),
         "sampler": f"{type(loader.sampler).__name__} in {type(loader.batch_sampler).__name__}",
         "drop_last": str(loader.drop_last),

@@ -52,6 +52,7 @@ class StreamShare(data.IterableDataset):
     all ranks (workers get it with their batches).
     """
 
+    OWN = ("key", "_stream", "_drop_last", "_rank", "_size", "_batch_size", "_whole")
     key = 0
 
     def __init__(self, stream: data.IterableDataset, batch_size: int, drop_last: bool, rank: int, size: int) -> None:
@@ -66,6 +67,16 @@ class StreamShare(data.IterableDataset):
         if name == "_stream":
             raise AttributeError(name)
         return getattr(self._stream, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The script and its ``worker_init_fn`` take this for the stream: they set its epoch, or a worker's part of it.
+        if name in self.OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._stream, name, value)
+
+    def __len__(self) -> int:
+        return len(self._stream)  # TypeError if it has none
 
     def __iter__(self) -> Iterator[Part]:
         least, digest = self._whole if self._drop_last else self._size, 0

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils import data
 from hvd_train.data.order import mix
 from hvd_train.errors import DataError
 from hvd_train.script.shared.dataloader import rng
-from hvd_train.script.shared.dataloader.last_batch import EvenBatches, counts_of, places_of
+from hvd_train.script.shared.dataloader.last_batch import counts_of, places_of
 from hvd_train.script.shared.dataloader.shares import WHERE, Passes, Plan, Share
 
 MOST = 20_000_000  # samples of a pass
@@ -29,11 +30,13 @@ class UserOrder(Share):
     Its random numbers, from its own generators or those of torch, NumPy and ``random``, depend on (seed, epoch).
     """
 
-    def __init__(self, sampler: Iterable, batch_size: int, *, drop_last: bool, seed: int, rank: int, size: int) -> None:
+    def __init__(self, sampler: Iterable, source: Any, *, seed: int, rank: int, size: int) -> None:
+        """``source``: has the batch_size and drop_last of the passes that follow."""
         Passes.__init__(self, seed, rank, size)
-        self._batch_size, self._drop_last = batch_size, drop_last
+        self.source = source
         self._sampler, self._held = sampler, rng.SamplerGenerators(sampler)
-        self._last: tuple[int, list, Plan] | None = None
+        self._last: tuple[int, list, list] | None = None  # epoch, attributes of the sampler, the order
+        self._planned: tuple[list, Any, Plan] | None = None  # the order, facts of the source, the plan
 
     def __len__(self) -> int:
         """Return the number of batches without drawing, if the sampler tells how many samples it gives.
@@ -47,7 +50,7 @@ class UserOrder(Share):
         return self._steps_of(count)
 
     def _steps_of(self, count: int) -> int:
-        return len(EvenBatches(count, self._batch_size, self._drop_last, self.rank, self.size, WHERE))
+        return len(self._even(count))
 
     def planned(self, epoch: int) -> Plan:
         """Draw the order, once per epoch unless the script changes its sampler."""
@@ -56,17 +59,26 @@ class UserOrder(Share):
             # The sampler may use the process' generators, which differ between ranks.
             with rng.CommonDraws(key).drawing():
                 self._held.seed(epoch)
-                plan = self.plan_of(self._drawn())
-            self._last = epoch, _attributes(self._sampler), plan
-        return self._last[2]
+                order = self._drawn()
+            self._last = epoch, _attributes(self._sampler), order
+        order, facts = self._last[2], self._facts()
+        if self._planned is None or self._planned[0] is not order or self._planned[1] != facts:
+            self._planned = order, facts, self.plan_of(order)
+        return self._planned[2]
+
+    def _facts(self) -> Any:
+        return self.source.batch_size, self.source.drop_last
 
     def _drawn(self) -> list:
-        order = list(itertools.islice(self._sampler, MOST))
+        order = list(itertools.islice(self._given(), MOST))
         if len(order) == MOST:
             what = f"the sampler gives {MOST:,} samples and more: an order without an end cannot be divided"
             fix = "end it after the samples of an epoch, or make a stream of it (IterableDataset)"
             raise DataError(what, where=WHERE, fix=fix, common=True)
         return order
+
+    def _given(self) -> Iterator:
+        return iter(self._sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next pass, also in the user's samplers that have ``set_epoch``."""
@@ -76,7 +88,7 @@ class UserOrder(Share):
                 sampler.set_epoch(epoch)
 
     def plan_of(self, order: list) -> Plan:
-        even = EvenBatches(len(order), self._batch_size, self._drop_last, self.rank, self.size, WHERE)
+        even = self._even(len(order))
 
         def batch(k: int) -> list:
             return [order[i] for i in even.places(k)]
@@ -90,9 +102,17 @@ class UserBatches(UserOrder):
     """
 
     def __init__(self, sampler: Iterable, *, seed: int, rank: int, size: int) -> None:
-        super().__init__(
-            sampler, 0, drop_last=bool(getattr(sampler, "drop_last", False)), seed=seed, rank=rank, size=size
-        )
+        super().__init__(sampler, SimpleNamespace(batch_size=0), seed=seed, rank=rank, size=size)
+
+    def _facts(self) -> Any:
+        return self._drop_last
+
+    @property
+    def _drop_last(self) -> bool:
+        return bool(getattr(self._sampler, "drop_last", False))
+
+    def _given(self) -> Iterator:
+        return map(list, self._sampler)  # a batch sampler may fill one list again and again
 
     def _steps_of(self, count: int) -> int:
         if count and count % self.size == 0:

@@ -31,6 +31,7 @@ from tests.script.pytorch.cases.facts import (
     transfers,
     waits,
 )
+from tests.script.pytorch.cases.held import held
 from tests.script.pytorch.cases.messages import (
     alone,
     divided,
@@ -83,6 +84,7 @@ def main(folder: Path, names: list[str]) -> None:
             "scaler topk": lambda: scaler_skips(compression="topk", ratio=0.5),
             "dynamic": dynamic,
             "draws": draws,
+            "held": held,
             "thrown away": thrown_away,
             "residual by hand": residual_by_hand,
             "pickled": lambda: pickled(folder),

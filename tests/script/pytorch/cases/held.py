@@ -25,6 +25,12 @@ def model_of(norm=False):
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4) if norm else nn.Tanh(), nn.Linear(4, 3)).double()
 
 
+def large():
+    """Its second layer is a bucket of its own, which is sent before backward ends."""
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(5, 800), nn.Tanh(), nn.Linear(800, 800), nn.Tanh(), nn.Linear(800, 3)).double()
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), 0.1)
 
@@ -108,7 +114,7 @@ def later_hooks():
             p.register_post_accumulate_grad_hook(doubled)
         return model
 
-    bare, found = model_of(), model_of()
+    bare, found = large(), large()
     steps(hooked(bare), sgd(bare), batches())
     found, optimizer = ht.distribute(found, sgd(found), overlap=True)
     steps(hooked(found), optimizer, loader())

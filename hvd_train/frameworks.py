@@ -68,7 +68,9 @@ class Framework:
     @property
     def repair(self) -> str:
         """Return what to do if the framework is there, and cannot be imported."""
-        return repair_fix((distribution(self.packages[0]) or self.packages)[0])
+        found = distribution(self.packages[0])
+        # A version without its build ("+cpu"): pip's index knows no other name of it.
+        return repair_fix(f"{found[0]}=={found[1].partition('+')[0]}" if found else self.packages[0])
 
     def load(self, skip_unneeded: bool = False) -> FrontEndModule:
         """Load the framework, which now reads ``settings``, and return its front-end.

@@ -26,7 +26,7 @@ from hvd_train.engine.library import (
     missing_fix,
     use_stock,
 )
-from hvd_train.errors import TrainError, amount
+from hvd_train.errors import ConfigError, TrainError, amount
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.installation import PIP_MPI, install_fix, replace_fix
 from hvd_train.launch.environment import rank_settings, threads
@@ -52,8 +52,10 @@ try:
     out["version"] = importlib.import_module(package).__version__
     out["gpus"] = importlib.import_module(module).gpus()
     if library.use_stock():
-        hvd = importlib.import_module(horovod)
-        out.update(mpi=bool(hvd.mpi_built()), gloo=bool(hvd.gloo_built()), nccl=bool(hvd.nccl_built()))
+        out.update(mpi=False, gloo=False, nccl=False)
+        if library.horovod() != library.MISSING:
+            hvd = importlib.import_module(horovod)
+            out.update(mpi=bool(hvd.mpi_built()), gloo=bool(hvd.gloo_built()), nccl=bool(hvd.nccl_built()))
 except Exception as error:
     out["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
 print(json.dumps(out))
@@ -100,8 +102,11 @@ def _look(framework: str) -> dict:
     try:
         done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
         return json.loads(done.stdout.splitlines()[-1])
-    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        return {"error": f"cannot be loaded ({type(error).__name__})"}
+    except subprocess.TimeoutExpired:
+        return {"error": f"cannot be loaded within {SECONDS} s"}
+    except (ValueError, IndexError):
+        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+        return {"error": f"crashes while it is loaded ({how})"}
 
 
 def doctor(verbose: bool) -> int:
@@ -116,7 +121,7 @@ def doctor(verbose: bool) -> int:
             (
                 one.name,
                 find_tool(one.tool or one.name) or ("missing" if one.tool else "built in"),
-                "" if one.usable() else one.install,
+                "" if _usable(one) else one.install,
             )
             for one in startable()
         ),
@@ -138,7 +143,7 @@ def doctor(verbose: bool) -> int:
             parts = ", ".join(
                 name.upper() if name != "gloo" else "Gloo" for name in ("mpi", "gloo", "nccl") if facts[name]
             )
-            what = f"{facts['version']}; Horovod with {parts}; {facts['gpus']} GPUs"
+            what = f"{facts['version']}; Horovod with {parts or 'nothing'}; {facts['gpus']} GPUs"
             rows.append((framework, what, _advice(facts, record.tested)))
     print(table(["what", "found", "what to do"], rows), flush=True)
     print(f"\nwhat each of {RANKS} ranks on this host gets (what you set yourself stays):", flush=True)
@@ -170,7 +175,14 @@ def _settings() -> list[tuple[str, str, str]]:
 
 
 def _can(facts: dict, launcher: Launcher) -> bool:
-    return launcher.usable() and facts[launcher.library]
+    return _usable(launcher) and facts[launcher.library]
+
+
+def _usable(launcher: Launcher) -> bool:
+    try:
+        return launcher.usable()
+    except ConfigError:  # there is no Horovod, which has a row of its own
+        return False
 
 
 def _advice(facts: dict, tested: str) -> str:

@@ -141,7 +141,9 @@ def fetch(work: Path, given: Path | None = None) -> Path:
         (work / "horovod.txt").write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
         take = ["--no-deps", "--no-binary", "horovod", "--no-build-isolation", "--require-hashes"]
         pip: list[Any] = [sys.executable, "-P", "-m", "pip", "download", "-d", CACHE, *take, "-r", work / "horovod.txt"]
-        subprocess.run(pip, check=True)
+        # Within pip's own build, these variables would tell it to take hvd_train's backend for Horovod.
+        env = {name: x for name, x in os.environ.items() if not name.startswith("_PYPROJECT_HOOKS")}
+        subprocess.run(pip, check=True, env=env)
     shutil.unpack_archive(archive, work)
     source = work / f"horovod-{VERSION}"
     if not patch_ng.fromfile(str(PATCH)).apply(strip=1, root=str(source)):

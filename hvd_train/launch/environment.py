@@ -21,6 +21,7 @@ CORES = "HVD_TRAIN_CORES"  # set by -np: the cores that all ranks share, comma-s
 STALL, STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600"
 # The ends of the names of Horovod's variables that are whole numbers. Its C++ reads "1e9" as 1, and a word as 0.
 WHOLE = ("_SECONDS", "_MS", "_BYTES", "_SIZE", "_THRESHOLD", "_CAPACITY", "_STREAMS", "_SAMPLES", "_SAMPLE", "_TIMEOUT")
+GLOO_SECONDS = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 CYCLE = "HOROVOD_CYCLE_TIME"  # milliseconds, with fractions
 
 
@@ -126,15 +127,18 @@ def rank_settings(here: World, framework: str | None, count: int, verbose: bool)
 
 def check_horovod(environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError for a variable of Horovod that is no number and has to be one."""
-    wrong = [
-        name
-        for name, value in environ.items()
-        if (name.startswith("HOROVOD_") and name.endswith(WHOLE) and not value.isdecimal())
-        or (name == CYCLE and not re.fullmatch(r"\d+\.?\d*|\.\d+", value))
-    ]
-    for name in wrong:
-        what, fix = f"'{environ[name]}' is no {'number' if name == CYCLE else 'whole number'}", "unset or correct it"
-        raise ConfigError(what, where=f"environment variable {name}", fix=fix)
+    for name, value in environ.items():
+        if name == CYCLE:
+            good, kind = re.fullmatch(r"\d+\.?\d*|\.\d+", value), "number"
+        elif name == GLOO_SECONDS:
+            good, kind = re.fullmatch("0*[1-9][0-9]*", value), "whole number above 0"
+        else:
+            good, kind = re.fullmatch("[0-9]+", value), "whole number"
+            if not (name.startswith("HOROVOD_") and name.endswith(WHOLE)):
+                continue
+        if not good:
+            what, fix = f"'{value}' is no {kind}", "unset or correct it"
+            raise ConfigError(what, where=f"environment variable {name}", fix=fix)
 
 
 def prepare_rank(

@@ -32,7 +32,36 @@ def flat(callbacks: Any) -> list[Any]:
 def callbacks_of(callbacks: Any, main: bool, last: Any = None) -> Any:
     """Append ``last`` to the user's callbacks; unless ``main``, drop those that write files or to the screen."""
     chosen = [c for c in flat(callbacks) if main or not isinstance(c, WRITERS)]
-    return [*chosen, last] if last else chosen
+    return [*last.first, *chosen, last] if last else chosen
+
+
+class StepCount(keras.callbacks.Callback):
+    """Takes back the step that the optimizer counts, and does not make, where Keras finds the end of the data.
+
+    It knows the end of the script's data set beforehand, but not that of this rank's part.
+    """
+
+    _before = _steps = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._before, self._steps = self._counted(), 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._steps = batch + 1
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._take_back()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._take_back()
+
+    def _take_back(self) -> None:
+        if self._counted() == self._before + self._steps + 1:
+            self.model.optimizer._iterations.assign(self._before + self._steps)
+
+    def _counted(self) -> int:
+        optimizer = self.model.optimizer  # of a model that trains itself there may be none
+        return int(to_numpy(optimizer._iterations)) if isinstance(optimizer, keras.optimizers.Optimizer) else -1
 
 
 class SyncCallback(keras.callbacks.Callback):
@@ -41,6 +70,7 @@ class SyncCallback(keras.callbacks.Callback):
     def __init__(self, fit: Any, parts: Any) -> None:
         super().__init__()
         self._fit, self._parts, self._epoch, self._batch = fit, parts, 0, -1
+        self.first = [StepCount()] if getattr(parts, "overruns", False) else []
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._fit.reduction.stop.assign(0.0)

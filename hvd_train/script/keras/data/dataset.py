@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -13,7 +14,20 @@ from hvd_train.script.keras.data.leaves import caches, is_ragged, keep_first, ki
 
 WATCHED = 4096  # values per batch that are hashed to compare orders
 BATCHED = ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset")
-BATCHING = ("Batch", "Rebatch", "GroupByWindow", "FlatMap")  # steps that may make batches
+BATCH_NODES = ("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset", "RebatchDataset")  # in a graph
+# Steps after which batches are as they were.
+KEEPING = (
+    "Map",
+    "Shuffle",
+    "Prefetch",
+    "Cache",
+    "Options",
+    "Take",
+    "Skip",
+    "Repeat",
+    "AssertCardinality",
+    "Concatenate",
+)
 MIXING = ("Repeat", "Concatenate", "Shuffle", "Interleave")  # steps of a pipeline after which any batch may be short
 
 
@@ -120,14 +134,24 @@ def drops_rest(data: Any) -> bool:
     """Return whether a tf.data.Dataset leaves out a short last batch, as ``batch(6, drop_remainder=True)`` does."""
     import tensorflow as tf
 
-    # Then TensorFlow knows the size of each batch. It also does if the data were whole batches before any step.
-    known = all(spec.shape.rank and spec.shape[0] for spec in tf.nest.flatten(data.element_spec))
-    return known and _batches(data)
+    # Then TensorFlow knows the size of each batch. It also does if the script has told it, in a generator's signature.
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(data.element_spec)]
+    if not all(shape is not None and shape.rank and shape[0] for shape in shapes):
+        return False
+    return any(
+        node.op.startswith(BATCH_NODES) and bool(constants.get(node.input[-1].split(":")[0], False))
+        for constants, node in _nodes(data)
+    )
 
 
-def _batches(data: Any) -> bool:
-    """Return whether a step of the pipeline makes batches."""
-    return any(name in type(data).__name__ for name in BATCHING) or any(map(_batches, data._inputs()))
+def batch_size(data: Any) -> int:
+    """Return the batch size of the pipeline's last step that makes batches; 0 if it is unknown."""
+    name = type(data).__name__
+    if name in BATCHED:
+        return int(data._batch_size)
+    keeps = "FlatMap" not in name and any(x in name for x in KEEPING)
+    sizes = set(map(batch_size, data._inputs())) if keeps else set()
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _full_batches(data: Any) -> tuple[int, Fraction] | None:
@@ -139,6 +163,8 @@ def _full_batches(data: Any) -> tuple[int, Fraction] | None:
         return None if samples < 0 else (size, Fraction(samples, size))
     parts = [_full_batches(x) for x in data._inputs()]
     found = [part for part in parts if part]
+    if "Zip" in name:  # a batch of each
+        return parts[0] if len(found) == len(parts) and len(set(found)) == 1 else None
     times = int(data._count) if "Repeat" in name else 1
     batches = times * sum(int(x.cardinality()) for x in data._inputs())  # others than these after take or zip
     if not found or len(found) < len(parts) or len(dict(found)) > 1 or batches != int(data.cardinality()):
@@ -210,10 +236,23 @@ def paddings(data: Any) -> list[Any]:
 
 def _padded_batches(data: Any) -> list[list[Any]]:
     """Return each leaf's padding value, or None if it is computed, for each padded_batch in the data set."""
+
+    padding = []
+    for constants, node in _nodes(data):
+        if node.op.startswith("PaddedBatchDataset"):
+            # Inputs of PaddedBatchDatasetV2: data set, batch size, the leaves' shapes, the leaves' padding values.
+            leaves = len(node.attr["Toutput_types"].list.type)
+            inputs = [name.split(":")[0] for name in node.input]
+            values = [constants.get(name) for name in inputs[2 + leaves : 2 + 2 * leaves]]
+            padding.append([None if x is None else x.item() if x.dtype.hasobject else x[()] for x in values])
+    return padding
+
+
+def _nodes(data: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yield the nodes of the data set's graph, each with the constants {name: array} of its function."""
     import tensorflow as tf
 
     graph = _graph_of(data)
-    padding = []
     for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
         constants = {
             x.name: tf.make_ndarray(x.attr["value"].tensor)
@@ -221,13 +260,7 @@ def _padded_batches(data: Any) -> list[list[Any]]:
             if x.op == "Const" and x.attr["dtype"].type != tf.resource.as_datatype_enum  # of a shuffle's seeds
         }
         for node in nodes:
-            if node.op.startswith("PaddedBatchDataset"):
-                # Inputs of PaddedBatchDatasetV2: data set, batch size, the leaves' shapes, the leaves' padding values.
-                leaves = len(node.attr["Toutput_types"].list.type)
-                inputs = [name.split(":")[0] for name in node.input]
-                values = [constants.get(name) for name in inputs[2 + leaves : 2 + 2 * leaves]]
-                padding.append([None if x is None else x.item() if x.dtype.hasobject else x[()] for x in values])
-    return padding
+            yield constants, node
 
 
 def _graph_of(data: Any) -> Any:
@@ -270,9 +303,10 @@ def dataset_parts(
         if known > 0:  # without it Keras finds the end within a step that has already counted
             parts = parts.apply(tf.data.experimental.assert_cardinality(known // whole))
         return _peekable(parts.prefetch(2))
-    steps, certain = -(-known // whole), known % whole == 0 if padded else known % whole != 1
+    even = known % whole == 0
+    steps, certain = -(-known // whole), even if padded else even or (known % whole != 1 and batch >= world.size)
     may_be_short, rest = _may_be_short(data), Fraction()
-    if known > 0 and (may_be_short or not certain):
+    if known > 0 and (may_be_short or not even):
         # ``rebatch`` fills up a short batch with samples of the next ones, so there may be fewer steps.
         size, full = _full_batches(data) or (0, Fraction())
         if not size or batch % size:  # unknown, or the first batch is short; a map may make several samples of each
@@ -281,15 +315,42 @@ def dataset_parts(
             rest = full % whole * batch  # samples of the last global batch; 0: it is full
             steps, certain = math.ceil(full / whole), True
     left_out = certain and 0 < rest < world.size
-    parts = joined(data, whole) if padded else data.rebatch(batch * whole)
+    if padded:
+        parts = joined(data, whole)
+    else:
+        parts = _checked(data, batch, known if known > 0 and not may_be_short else 0).rebatch(batch * whole)
     parts = parts if order_digest is None else order_digest.watched(parts)
     # Without a known number Keras finds the end within a step that has already counted, in Adam's correction as well.
-    if known > 0 and certain and not left_out and batch >= world.size:
+    if known > 0 and certain and not left_out:
         return _peekable(parts.map(part).apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2))
     parts = parts.filter(lambda *element: count(*element) >= world.size).map(part)
-    if known > 0 and left_out and steps > 1 and batch >= world.size:
+    told = known > 0 and left_out and steps > 1
+    if told:
         parts = parts.apply(tf.data.experimental.assert_cardinality(steps - 1))
-    return _peekable(parts.prefetch(2))
+    parts = _peekable(parts.prefetch(2))
+    parts.overruns = not told and int(data.cardinality()) > 0
+    return parts
+
+
+def _checked(data: Any, batch: int, known: int) -> Any:
+    """Check the batches of a tf.data.Dataset on their way: none has more samples than ``batch``.
+
+    ``known``: the number of batches, of which only the last may have fewer samples; 0: any may.
+    """
+    import tensorflow as tf
+
+    what = f"the batches of the data set have other numbers of samples than {batch}, by which they are divided"
+    text = f"{what}; tf.data; end it with .rebatch({batch}), or .unbatch().batch({batch})"
+
+    def checked(number: Any, *element: Any) -> Any:
+        rows = rows_in(element)
+        good = rows <= batch if not known else (rows == batch) | ((rows < batch) & (number >= known - 1))
+        with tf.control_dependencies([tf.debugging.Assert(good, [text])]):
+            element = tf.nest.map_structure(tf.identity, element, expand_composites=True)
+        return element if isinstance(data.element_spec, tuple) else element[0]
+
+    unpacked = isinstance(data.element_spec, tuple)
+    return data.enumerate().map(lambda number, element: checked(number, *(element if unpacked else (element,))))
 
 
 def _peekable(data: Any) -> Any:

@@ -14,7 +14,7 @@ from hvd_train.data.order import mix
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator
 from hvd_train.script.keras.data.arrays import ArrayParts
-from hvd_train.script.keras.data.dataset import BatchOrderDigest, dataset_parts, drops_rest, ends, in_order
+from hvd_train.script.keras.data.dataset import BatchOrderDigest, batch_size, dataset_parts, drops_rest, ends, in_order
 from hvd_train.script.keras.data.epochs import Epochs
 from hvd_train.script.keras.data.leaves import (
     BATCH,
@@ -129,7 +129,8 @@ def _dataset(
     x: Any, known: int | None, order_digest: BatchOrderDigest | None, together: int, world: Communicator
 ) -> tuple[Any, dict[str, str]]:
     first = first_batch(x)
-    size = length(first) if first is not None else 0
+    # The first batch may be a short one; a map may make several samples of each.
+    size = max(length(first), batch_size(x)) if first is not None else 0
     _enough(size if known == 1 else (known or world.size) * size, "samples", world)
     if known and known < world.size * together and drops_rest(x):
         what = (

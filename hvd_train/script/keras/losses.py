@@ -45,12 +45,15 @@ class DistributedLoss:
     def __init__(self, loss: Any, reduction: Reduction) -> None:
         self.loss, self.kind, self.probing = loss, "mean", False
         self.opaque = False  # whether the loss reduces by itself, so that ``kind`` matters
+        self.reduces = False  # whether it gives other values than one for each sample, as found by ``probe``
         self._reduction, self._warned, self._told = reduction, False, False
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         values, value = self._observed(y_true, y_pred, sample_weight)
-        # A number, or values that we cannot observe: the loss has reduced them itself.
-        self.opaque = opaque = values is None or tuple(values.shape) == ()
+        if self.probing:
+            self.reduces = not of_samples(values, y_true)
+        # A number, values of no samples, or values that we cannot observe: the loss has reduced them itself.
+        self.opaque = opaque = values is None or tuple(values.shape) == () or self.reduces
         if opaque and self._reduction.unprobed and not self._told and world().rank == 0:
             self._told = True
             what = f"the loss {self.loss.name} gives one number for a batch: it is taken as the mean over its samples"
@@ -183,7 +186,19 @@ def needs_probe(model: Any) -> bool:
         getattr(x, "fn", type(x) if isinstance(x, keras.losses.Loss) or not callable(x) else x) for x in user_losses
     ]
     strange = [k for k in kinds if not str(getattr(k, "__module__", "")).startswith(("keras.", "builtins"))]
-    return bool(strange) or any(kind in TOGETHER for kind in kinds)
+    together = any(
+        kind in TOGETHER or getattr(x, "_fn_kwargs", {}).get("axis") == 0
+        for kind, x in zip(kinds, user_losses, strict=True)
+    )
+    return bool(strange) or together
+
+
+def of_samples(values: Any, labels: Any) -> bool:
+    """Return whether a loss or a metric has given values for each sample of the ``labels``, and not a few for all."""
+    first = next((x for x in keras.tree.flatten(labels) if hasattr(x, "shape")), None)
+    if values is None or first is None or not len(values.shape) or not len(first.shape):
+        return True
+    return None in (values.shape[0], first.shape[0]) or values.shape[0] == first.shape[0]
 
 
 def probe(model: Any, batch: Any, communicator: Communicator, unprobed: Callable[[], None]) -> Any:

@@ -18,7 +18,15 @@ import numpy as np
 from hvd_train.protocol import Communicator, allgather_json
 from hvd_train.script.keras.eval_window import tensor_of
 from hvd_train.script.keras.gradients import Reduction
-from hvd_train.script.keras.losses import KINDS, TOGETHER, agreed, kind_of_parts, kind_over_samples, whole_and_parts
+from hvd_train.script.keras.losses import (
+    KINDS,
+    TOGETHER,
+    agreed,
+    kind_of_parts,
+    kind_over_samples,
+    of_samples,
+    whole_and_parts,
+)
 from hvd_train.script.keras.model_state import to_numpy
 from hvd_train.script.keras.patches import Patches
 
@@ -56,6 +64,7 @@ class BatchMean(Replaced):
     def __init__(self, metric: Any, reduction: Reduction) -> None:
         super().__init__(metric, reduction)
         self.kind = "mean"
+        self.reduces = False  # whether it gives other values than one for each sample, as found by ``probe``
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         if other := self._of_another():
@@ -67,16 +76,17 @@ class BatchMean(Replaced):
             values = keras.ops.convert_to_tensor(values)
         weighted = sample_weight is not None or getattr(y_pred, "_keras_mask", None) is not None
         if self.probing:
+            self.reduces = not of_samples(values, y_true)
             mean = keras.ops.mean  # also if it seems to return one value a sample
             self.kind = kind_over_samples(lambda *batch: mean(function(*batch, **metric._fn_kwargs)), y_true, y_pred)
-        if tuple(values.shape) or weighted:
+        if (tuple(values.shape) and not self.reduces) or weighted:
             metric._fn = lambda *args, **kwargs: values  # not computed twice
             try:
                 self._update(y_true, y_pred, sample_weight)
             finally:
                 metric._fn = function
         else:
-            _add(metric, values, self._reduction)
+            _add(metric, keras.ops.mean(values), self._reduction)
 
 
 class BatchSums(Replaced):
@@ -166,7 +176,7 @@ def share_means(model: Any, reduction: Reduction, patches: Patches, main: bool) 
 
     def put_metrics() -> None:
         for metric in {id(x): x for x in metrics.metrics}.values():
-            if _is_function(metric):
+            if _is_function(model, metric):
                 patches.put(metric, "update_state", BatchMean(metric, reduction))
             elif _is_own(metric):
                 patches.put(metric, "update_state", BatchSums(metric, reduction))
@@ -225,7 +235,9 @@ def functions(model: Any) -> list[Any]:
     """Return the functions among the metrics of ``compile`` that may return one number for a batch."""
     metrics = _given(model)
     callables = [x for x in metrics if callable(x) and not isinstance(x, keras.metrics.Metric)]
-    return [x for x in callables if _may_reduce(x)] + [x._fn for x in metrics if _is_function(x)]
+    own = [x for x in callables if _may_reduce(x)] + [x._fn for x in metrics if _is_function(model, x)]
+    # Keras takes the mean over the last axis, which may be that of the samples.
+    return own + [x for x in metrics if isinstance(x, str) or callable(x)] * (not own and _may_be_flat(model))
 
 
 def _may_reduce(function: Any) -> bool:
@@ -282,6 +294,18 @@ def _warn(without_sums: Collection[str], means: list[BatchMean], classes: list[B
     for name in sorted(without_sums):
         what = f"the variables of the metric {name} are no sums over samples, so its value over all ranks is wrong"
         warnings.warn(f"{what} (keep sums and counts in them, and divide in result())", stacklevel=3)
+    for each in means:
+        if each.kind == "unknown":
+            what = (
+                f"the metric {each.metric.name} is 0 or not a number for the first samples: it is taken as their mean"
+            )
+            warnings.warn(f"{what}, and would be wrong if it is a sum ({FIX})", stacklevel=3)
+    for own in classes:
+        if any(kind == "unknown" for v, kind in own._pairs() if any(v is x for x in own.counted())):
+            what = (
+                f"a variable of the metric {own.metric.name} is 0 for the first samples: it is taken as a sum of means"
+            )
+            warnings.warn(f"{what}, and would be wrong if it counts ({SUMS_FIX})", stacklevel=3)
     wrong = [(x.metric.name, FIX) for x in means if x.kind in ("sum", "neither")]
     for name, fix in wrong + [(x.metric.name, SUMS_FIX) for x in classes if x.wrong()]:
         what = f"the metric {name} is not a mean over the samples of a batch"
@@ -302,8 +326,17 @@ def _without_sums(owner: Any, *batch: Any) -> list[str]:
     return [metric.name for metric, *both in zip(own, *states, strict=True) if not doubled(*both)]
 
 
-def _is_function(metric: Any) -> bool:
-    return type(metric) is keras.metrics.MeanMetricWrapper and _may_reduce(metric._fn)
+def _is_function(model: Any, metric: Any) -> bool:
+    means = isinstance(metric, keras.metrics.MeanMetricWrapper) and not _is_own(metric)
+    return means and (
+        _may_be_flat(model) or (type(metric) is keras.metrics.MeanMetricWrapper and _may_reduce(metric._fn))
+    )
+
+
+def _may_be_flat(model: Any) -> bool:
+    """Return whether outputs may be (samples,), of which Keras' functions give one number; unknown: they may."""
+    shapes = [getattr(x, "shape", ()) for x in keras.tree.flatten(getattr(model, "outputs", None) or [None])]
+    return any(len(shape) < 2 for shape in shapes)
 
 
 def _tracking(tracker: Any, reduction: Reduction) -> Any:

@@ -29,7 +29,9 @@ def kind_of(x: Any) -> str:
     if any(c.__name__ == "DataLoader" and c.__module__.startswith("torch.") for c in type(x).__mro__):
         return "loader"
     leaves = [leaf for leaf in keras.tree.flatten(x) if leaf is not None]
-    return "arrays" if leaves and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves) else "other"
+    # A data frame has a type for each of its columns.
+    arrays = (hasattr(x, "shape") and (hasattr(x, "dtype") or hasattr(x, "to_numpy")) for x in leaves)
+    return "arrays" if leaves and all(arrays) else "other"
 
 
 def columns(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
@@ -47,7 +49,7 @@ def columns(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
         if hasattr(leaf, "tocsr") or hasattr(leaf, "dense_shape"):
             what = f"a {type(leaf).__name__} cannot be divided among ranks"
             raise ConfigError(what, where="hvd_train.keras", fix="give a dense array: .toarray(), tf.sparse.to_dense")
-        if getattr(leaf.dtype, "name", "") == "string" and hasattr(leaf, "numpy"):
+        if getattr(getattr(leaf, "dtype", None), "name", "") == "string" and hasattr(leaf, "numpy"):
             return leaf.numpy()
         # Keras turns a pandas series, which has one axis, into a column.
         frame = hasattr(leaf, "to_numpy")

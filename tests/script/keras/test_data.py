@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import keras
@@ -253,8 +254,10 @@ SHORT_WITHIN = {
     "repeated without remainder": (tf.data.Dataset.range(36).batch(6).repeat(4), [12] * 12),
     "joined": (SHORT.concatenate(tf.data.Dataset.range(13).batch(6)).map(lambda x: 2 * x).prefetch(1), [12, 12, 12, 8]),
     "a part repeated": (SHORT.skip(2).repeat(2), [12, 12, 12, 2]),
-    "the short one first": (SHORT.skip(5).concatenate(SHORT), [2] * 16),
+    "the short one first": (SHORT.skip(5).concatenate(SHORT), [12, 12, 8]),
     "zipped": (tf.data.Dataset.zip((SHORT, SHORT.repeat(4))), [12, 12, 7]),
+    "zipped alike": (tf.data.Dataset.zip((SHORT.skip(0), SHORT)).map(lambda x, y: (x, y)), [12, 12, 7]),
+    "one sample a batch": (tf.data.Dataset.range(9).batch(1), [2] * 4),
 }
 
 
@@ -267,6 +270,47 @@ def test_short_batches_within_a_pipeline_are_filled_up(name):
     assert [sum(step) for step in zip(*taken, strict=True)] == expected
     known = int(ranks[0].cardinality())
     assert known == (-2 if name in ("a part repeated", "the short one first", "zipped") else len(expected))
+
+
+def batches_of(sizes, shape=None):
+    """A generator's batches of these sizes, of which the number is known."""
+    ends = np.cumsum([0, *sizes])
+    values = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
+    data = tf.data.Dataset.from_generator(lambda: iter(values), output_signature=tf.TensorSpec((shape,), tf.int64))
+    return data.apply(tf.data.experimental.assert_cardinality(len(sizes)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        batches_of([8] * 5, 8),  # the script tells the shapes of its generator
+        tf.data.Dataset.range(40).batch(8).map(lambda x: tf.ensure_shape(x, (8,))),
+    ],
+    ids=["generator", "ensured"],
+)
+def test_a_known_shape_drops_nothing(data):
+    """Without drop_remainder the last batches count, also where TensorFlow knows the size of each."""
+    taken = [[batch.tolist() for batch in training(rank, data).as_numpy_iterator()] for rank in world(2)]
+    assert [[len(batch) for batch in mine] for mine in taken] == [[8, 8, 4]] * 2
+    assert sorted(i for mine in taken for batch in mine for i in batch) == [*range(40)]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        tf.data.Dataset.range(48).batch(6).map(lambda x: tf.boolean_mask(x, x % 7 > 0)),
+        batches_of([2, 6] * 6),
+        batches_of([6, 2] * 6),
+    ],
+    ids=["filtered within", "short first", "short later"],
+)
+def test_batches_of_other_lengths_are_told(data):
+    """They would be left out, or make other global batches; the advised end of the pipeline is exact."""
+    total = sum(len(batch) for batch in data)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"by which they are divided; tf.data; end it with"):
+        list(training(world(2)[0], data))
+    ranks = [training(rank, data.rebatch(6)) for rank in world(2)]
+    assert sum(len(batch) for mine in ranks for batch in mine) == total
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -23,6 +23,7 @@ CASES = [
     "adam_accumulation", "residual", "saved", "jit_compile", "summed", "masked", "masked_own_step", "weighted_mean",
     "own_losses", "fine_tuning", "vae", "gan", "unbuilt", "loader", "loop", "loop_dataset", "loop_sums", "steps",
     "masked_scores", "states", "outputs", "lengths", "float8", "taken", "taken_graph", "image_folder",
+    "over_samples", "uneven_number",
 ]  # fmt: skip
 # What may depend on whether two ranks meet or three: shares of 7, 7 and 6, means of three, batches that data makes.
 ON_THREE = ["arrays", "py_dataset", "masked", "loop_sums", "taken"]
@@ -30,6 +31,7 @@ ON_THREE = ["arrays", "py_dataset", "masked", "loop_sums", "taken"]
 ON_TORCH = [
     "arrays", "own_step", "two_inputs", "py_dataset", "residual", "saved", "summed", "masked_own_step", "own_losses",
     "gan", "unbuilt", "loader", "loop", "steps", "masked_scores", "states", "outputs", "float8", "taken",
+    "over_samples",
 ]  # fmt: skip
 # "draws" after "loader", which loads torch: nobody has seeded it, and the other generators stay alike all the same.
 NOT_ALONE = ["left_statistics", "main_rank", "stops", "compressed", "gan_compressed", "draws", "slow", "same_work"]

@@ -30,13 +30,14 @@ from tests.script.keras.cases.data import (
     steps,
     tf_data,
     undivided,
+    uneven_number,
 )
 from tests.script.keras.cases.draws import draws
 from tests.script.keras.cases.fitting import UserStep, arrays, class_weight, rates, two_inputs, user_logs, user_step
 from tests.script.keras.cases.gradients import compressed, float8, jit_compile, overflow, residual, saved
 from tests.script.keras.cases.layers import states
 from tests.script.keras.cases.loops import left_statistics, loop, main_rank, same_work, slow, sums, taken
-from tests.script.keras.cases.losses import own_losses, reading, summed, weighted_mean
+from tests.script.keras.cases.losses import over_samples, own_losses, reading, summed, weighted_mean
 from tests.script.keras.cases.mistakes import apart, refused
 from tests.script.keras.cases.models import FOLDER, SGD, TENSORFLOW, Adam, simple
 from tests.script.keras.cases.networks import batchnorm_and_dropout, fine_tuning, frozen, gan, unbuilt, vae
@@ -82,6 +83,7 @@ CASES = {
     "masked_own_step": lambda: reading(UserStep),
     "weighted_mean": weighted_mean,
     "own_losses": own_losses,
+    "over_samples": over_samples,
     "loader": loader,
     "loop": loop,
     "taken": taken,
@@ -95,6 +97,7 @@ if hk.size() > 1:
 if TENSORFLOW:
     CASES |= {
         "tf_data": tf_data,
+        "uneven_number": uneven_number,
         "lengths": lengths,
         "image_folder": image_folder,
         "jit_compile": jit_compile,

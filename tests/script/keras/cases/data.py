@@ -14,10 +14,12 @@ from tests.script.keras.cases.models import (
     FOLDER,
     GLOBAL,
     TENSORFLOW,
+    Adam,
     Batches,
     compiled,
     digits,
     fit,
+    network,
     trained,
 )
 
@@ -173,6 +175,24 @@ def tf_data():
         predicted=model.predict(validation, verbose=0),
         lengths=[len(text.decode()) for text in texts],
     )
+
+
+def uneven_number():
+    """Batches of a generator whose number is known, and odd on two ranks: Adam counts no step that was not made."""
+    import tensorflow as tf
+
+    x, y = digits(GLOBAL * 2 + GLOBAL // 2)
+    model = hk.distribute(compiled(network(), Adam(0.01)))
+    spec = (tf.TensorSpec((None, 64), tf.float64), tf.TensorSpec((None,), tf.int64))
+
+    def batches():
+        for start in range(0, len(x), BATCH):
+            yield x[start : start + BATCH], y[start : start + BATCH]
+
+    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    data = data.apply(tf.data.experimental.assert_cardinality(-(-len(x) // BATCH)))
+    history = fit(model, data, batch_size=None, epochs=3)
+    return trained(model, history, steps=int(model.optimizer.iterations))
 
 
 def torch_loader(count):

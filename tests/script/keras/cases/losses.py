@@ -307,3 +307,31 @@ def own_batches():
     for start in range(hk.rank() * BATCH, 3 * GLOBAL, GLOBAL):
         model.train_on_batch(x[start : start + BATCH], y[start : start + BATCH])
     return trained(model, score=model.evaluate(x, y, batch_size=BATCH, verbose=0))
+
+
+def squares_of_columns(y, predicted):
+    """A sum over samples, of each column."""
+    return keras.ops.sum((y - predicted) ** 2, axis=0) / 100
+
+
+def error_of_columns(y, predicted):
+    return keras.ops.mean(keras.ops.abs(y - predicted), axis=0, keepdims=True)
+
+
+def over_samples():
+    """Losses and metrics that reduce over the samples, but not to one number; outputs (samples,), as of a score."""
+    x, y = digits()
+    results = {}
+    for name, columns, loss, metrics in (
+        ("columns", [keras.layers.Dense(3)], squares_of_columns, [error_of_columns]),
+        ("scores", [keras.layers.Dense(1), keras.layers.Reshape(())], "mse", ["mae", "mean_squared_error"]),
+    ):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(8, "tanh"), *columns])
+        model.compile(SGD(0.02), loss, metrics=metrics)
+        hk.distribute(model)
+        labels = np.stack([y, y**2, -y], 1) / 10 if name == "columns" else y / 10
+        history = fit(model, x, labels, validation_data=(x[:130], labels[:130]))
+        score = model.evaluate(x[:77], labels[:77], batch_size=BATCH, verbose=0)
+        results |= {f"{name}/{k}": v for k, v in trained(model, history, score=score).items()}
+    return results

@@ -129,14 +129,14 @@ def check_horovod(environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError for a variable of Horovod that is no number and has to be one."""
     for name, value in environ.items():
         if name == CYCLE:
-            good, kind = re.fullmatch(r"\d+\.?\d*|\.\d+", value), "number"
+            pattern, kind = r"\d+\.?\d*|\.\d+", "number"
         elif name == GLOO_SECONDS:
-            good, kind = re.fullmatch("0*[1-9][0-9]*", value), "whole number above 0"
+            pattern, kind = "0*[1-9][0-9]*", "whole number above 0"
+        elif name.startswith("HOROVOD_") and name.endswith(WHOLE):
+            pattern, kind = "[0-9]+", "whole number"
         else:
-            good, kind = re.fullmatch("[0-9]+", value), "whole number"
-            if not (name.startswith("HOROVOD_") and name.endswith(WHOLE)):
-                continue
-        if not good:
+            continue
+        if not re.fullmatch(pattern, value):
             what, fix = f"'{value}' is no {kind}", "unset or correct it"
             raise ConfigError(what, where=f"environment variable {name}", fix=fix)
 

@@ -38,7 +38,7 @@ def callbacks_of(callbacks: Any, main: bool, last: Any = None) -> Any:
 class StepCount(keras.callbacks.Callback):
     """Takes back the step that the optimizer counts, and does not make, where Keras finds the end of the data.
 
-    It knows the end of the script's data set beforehand, but not that of this rank's part.
+    In one process it knows the number of batches beforehand, but not that of this rank's part of some data sets.
     """
 
     _before = _steps = 0

@@ -207,7 +207,7 @@ def counts_batches(model: Any) -> bool:
     own = any(each.counted() for each in _put(model, BatchSums))
     # ``metrics`` of the user's class may leave Keras' own mean of the loss out.
     means = any(x is not getattr(model, "_loss_tracker", None) for x in _means(model))
-    return several or user_step or means or bool(functions(model)) or own
+    return several or user_step or means or _has_functions(model) or own
 
 
 def _means(model: Any) -> list[Any]:
@@ -219,7 +219,7 @@ def _means(model: Any) -> list[Any]:
 
 def needs_probe(model: Any) -> bool:
     """Return whether ``compile`` got functions or classes of the user as metrics."""
-    return bool(functions(model)) or any(map(_is_own, _given(model)))
+    return _has_functions(model) or any(map(_is_own, _given(model)))
 
 
 def _given(model: Any) -> list[Any]:
@@ -231,13 +231,15 @@ def _is_own(metric: Any) -> bool:
     return isinstance(metric, keras.metrics.Metric) and not type(metric).__module__.startswith("keras.")
 
 
-def functions(model: Any) -> list[Any]:
-    """Return the functions among the metrics of ``compile`` that may return one number for a batch."""
-    metrics = _given(model)
-    callables = [x for x in metrics if callable(x) and not isinstance(x, keras.metrics.Metric)]
-    own = [x for x in callables if _may_reduce(x)] + [x._fn for x in metrics if _is_function(model, x)]
-    # Keras takes the mean over the last axis, which may be that of the samples.
-    return own + [x for x in metrics if isinstance(x, str) or callable(x)] * (not own and _may_be_flat(model))
+def _has_functions(model: Any) -> bool:
+    """Return whether metrics of ``compile`` are functions that may return one number for a batch."""
+    flat = _may_be_flat(model)
+    return any(
+        _is_function(model, x)
+        if isinstance(x, keras.metrics.Metric)
+        else (isinstance(x, str) and flat) or (callable(x) and (flat or _may_reduce(x)))
+        for x in _given(model)
+    )
 
 
 def _may_reduce(function: Any) -> bool:
@@ -327,10 +329,10 @@ def _without_sums(owner: Any, *batch: Any) -> list[str]:
 
 
 def _is_function(model: Any, metric: Any) -> bool:
-    means = isinstance(metric, keras.metrics.MeanMetricWrapper) and not _is_own(metric)
-    return means and (
-        _may_be_flat(model) or (type(metric) is keras.metrics.MeanMetricWrapper and _may_reduce(metric._fn))
-    )
+    if type(metric) is keras.metrics.MeanMetricWrapper and _may_reduce(metric._fn):
+        return True
+    # Keras' own take the mean over the last axis, which may be that of the samples.
+    return isinstance(metric, keras.metrics.MeanMetricWrapper) and not _is_own(metric) and _may_be_flat(model)
 
 
 def _may_be_flat(model: Any) -> bool:

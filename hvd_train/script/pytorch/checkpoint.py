@@ -145,8 +145,7 @@ def broadcast(communicator: Communicator, model: torch.nn.Module, optimizers: Se
 
 
 def _take(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state as if the optimizer had been made with it: the script may hold its groups, and slots keep their
-    types."""
+    """Load a state into an optimizer whose groups the script may hold, and whose slots keep their types."""
     groups, held = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(state_bytes.with_functions(state, optimizer))
     for group, before, new in zip(groups, held, optimizer.param_groups, strict=True):

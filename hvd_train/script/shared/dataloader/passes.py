@@ -413,8 +413,10 @@ def shared(
     the script's generator that shuffles it, which ``again`` other loaders have had before.
     """
     attributes: dict[str, Any] = {"generator": torch.Generator(), "_iterator": None}
-    # A sampler of the user's draws from its own generators, which are seeded for each pass.
-    watched = (shuffled,) if shuffled and type(loader.sampler) is data.RandomSampler else ()
+    # A sampler of the user's draws from its own generators, which are seeded for each pass, and torch's own is seeded
+    # by rank.
+    watches = type(loader.sampler) is data.RandomSampler and shuffled is not torch.default_generator
+    watched = (shuffled,) if shuffled and watches else ()
     attributes["watched"] = watched
     if isinstance(loader.dataset, data.IterableDataset):
         part = streams.StreamShare(loader.dataset, (loader.batch_size or 1) * together, loader.drop_last, rank, size)

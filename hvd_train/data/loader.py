@@ -161,9 +161,10 @@ class Loader:
                 yield partial(self._step, parts, epoch, start, stop, self.rank, full)
 
     def _global_batches(self, epoch: int, consumed: int) -> Iterator[tuple[int, int, int | None]]:
-        """Yield (start, stop, full) of each global batch.
+        """Yield a tuple (start, stop, full) for each global batch of an epoch.
 
-        start, stop: positions in the epoch; full: samples of the bucket's largest batch, None if all are alike.
+        The batch has the samples from ``start`` up to ``stop`` in the epoch's order. ``full``: how many samples the
+        largest batch of its bucket has; None if all batches have as many.
         """
         n, batch = len(self.source), self.global_batch
         if not self._batches:
@@ -188,7 +189,7 @@ class Loader:
         return Step(tuple(batches), stop - start, stop, rank)
 
     def _rows(self, batch: int | None) -> int:
-        """Return how many rows a micro-batch of a rank has if the global batch has ``batch`` samples."""
+        """Return how many rows a rank gets in a micro-batch, if the global batch has ``batch`` samples."""
         return self.length if batch is None else share(share(batch, self.accumulate, 0)[1], self.size, 0)[1]
 
     def _bounds(self, start: int, stop: int, number: int) -> tuple[int, int]:

@@ -71,7 +71,7 @@ def horovod() -> str:
 
 
 def missing_fix() -> str:
-    """Return what to do where there is no Horovod, or not the bindings that are asked for."""
+    """Return what to do if Horovod, or the bindings that the user asks for, are missing."""
     if built() and os.environ.get(BINDINGS) == "stock":
         return f"unset {BINDINGS}, which takes the engine; scripts/setup --bindings both builds Horovod's own bindings"
     return install_fix()

@@ -126,7 +126,7 @@ def rank_settings(here: World, framework: str | None, count: int, verbose: bool)
 
 
 def check_horovod(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError for a variable of Horovod that is no number and has to be one."""
+    """Raise ConfigError if one of Horovod's variables must be a number, and is not."""
     for name, value in environ.items():
         if name == CYCLE:
             pattern, kind = r"\d+\.?\d*|\.\d+", "number"

@@ -196,7 +196,7 @@ class Trainable(FrontEndPart, Protocol):
 
     @property
     def traced(self) -> int:
-        """Return how many graphs of steps were made until now; a step that makes one takes long."""
+        """Return how many graphs of a step have been traced until now. A step that traces one takes long."""
 
     def freeze(self, names: Collection[str], fixed: Collection[str] = ()) -> None:
         """Freeze the named tensors, and no others, from the next ``connect`` on.

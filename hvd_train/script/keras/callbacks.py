@@ -36,9 +36,10 @@ def callbacks_of(callbacks: Any, main: bool, last: Any = None) -> Any:
 
 
 class StepCount(keras.callbacks.Callback):
-    """Takes back the step that the optimizer counts, and does not make, where Keras finds the end of the data.
+    """Corrects ``optimizer.iterations`` at the end of an epoch.
 
-    In one process it knows the number of batches beforehand, but not that of this rank's part of some data sets.
+    Where Keras does not know the number of batches, it finds the end of the data within a step, which the optimizer has
+    already counted. In one process the number is known; for a rank's part of some data sets it is not.
     """
 
     _before = _steps = 0

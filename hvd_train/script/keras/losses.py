@@ -194,7 +194,7 @@ def needs_probe(model: Any) -> bool:
 
 
 def of_samples(values: Any, labels: Any) -> bool:
-    """Return whether a loss or a metric has given values for each sample of the ``labels``, and not a few for all."""
+    """Return whether a loss or a metric has returned a value for each sample, rather than a few for the whole batch."""
     first = next((x for x in keras.tree.flatten(labels) if hasattr(x, "shape")), None)
     if values is None or first is None or not len(values.shape) or not len(first.shape):
         return True

@@ -232,7 +232,7 @@ def _is_own(metric: Any) -> bool:
 
 
 def _has_functions(model: Any) -> bool:
-    """Return whether metrics of ``compile`` are functions that may return one number for a batch."""
+    """Return whether ``compile`` got a metric that is a function, and may return one number for a whole batch."""
     flat = _may_be_flat(model)
     return any(
         _is_function(model, x)
@@ -331,12 +331,15 @@ def _without_sums(owner: Any, *batch: Any) -> list[str]:
 def _is_function(model: Any, metric: Any) -> bool:
     if type(metric) is keras.metrics.MeanMetricWrapper and _may_reduce(metric._fn):
         return True
-    # Keras' own take the mean over the last axis, which may be that of the samples.
     return isinstance(metric, keras.metrics.MeanMetricWrapper) and not _is_own(metric) and _may_be_flat(model)
 
 
 def _may_be_flat(model: Any) -> bool:
-    """Return whether outputs may be (samples,), of which Keras' functions give one number; unknown: they may."""
+    """Return whether an output may have the shape (samples,).
+
+    Keras' own functions take the mean over the last axis, so they give one number for such a batch. The outputs of a
+    subclassed model are not known, so it may.
+    """
     shapes = [getattr(x, "shape", ()) for x in keras.tree.flatten(getattr(model, "outputs", None) or [None])]
     return any(len(shape) < 2 for shape in shapes)
 

@@ -211,7 +211,7 @@ class Reducer:
             self._take_weights()
 
     def _hooked_later(self) -> bool:
-        """Return whether the script has hooks that change gradients after this reducer's, which would send them."""
+        """Return whether hooks of the script run after this reducer's: they may change a gradient that is sent."""
         hooks = (p._post_accumulate_grad_hooks for p in self._parameters)
         return any(next(reversed(one)) not in self._hooks for one in hooks if one)
 

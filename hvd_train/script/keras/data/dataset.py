@@ -145,7 +145,7 @@ def drops_rest(data: Any) -> bool:
 
 
 def batch_size(data: Any) -> int:
-    """Return the batch size of the pipeline's last step that makes batches; 0 if it is unknown."""
+    """Return the argument of the last ``batch(n)`` or ``padded_batch(n)`` of a pipeline; 0 if it is unknown."""
     name = type(data).__name__
     if name in BATCHED:
         return int(data._batch_size)
@@ -333,9 +333,9 @@ def dataset_parts(
 
 
 def _checked(data: Any, batch: int, known: int) -> Any:
-    """Check the batches of a tf.data.Dataset on their way: none has more samples than ``batch``.
+    """Return the data set with a check of each batch: it must not have more samples than ``batch``.
 
-    ``known``: the number of batches, of which only the last may have fewer samples; 0: any may.
+    ``known``: the number of batches. Then only the last of them may have fewer samples; with 0 any of them may.
     """
     import tensorflow as tf
 

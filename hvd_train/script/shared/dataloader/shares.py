@@ -76,11 +76,11 @@ class Passes:
         self._watched: list[tuple[torch.Generator, int]] = []
 
     def watch(self, *generators: torch.Generator) -> None:
-        """Watch generators for a seed that the script sets from now on."""
+        """Remember the seeds of generators, so that ``take_seed`` notices when the script sets another."""
         self._watched = [(one, one.initial_seed()) for one in generators]
 
     def take_seed(self) -> None:
-        """Take the seed that the script has given to a watched generator."""
+        """Shuffle by another seed, if the script has set one on a watched generator."""
         for generator, before in self._watched:
             if (seed := generator.initial_seed()) != before:
                 self.seed, self.reseeded = mix(seed, self.again) if self.again else seed, True
@@ -146,7 +146,7 @@ class Share(Passes, data.Sampler):
 
     plan: Plan  # of the latest pass
     count: int | None = None  # samples; None: the order is drawn again for each pass
-    source: Any = SimpleNamespace(batch_size=0, drop_last=False)
+    source: Any  # the loader's own batch sampler: the script may set its batch_size and drop_last between passes
 
     def __init__(
         self,
@@ -160,8 +160,6 @@ class Share(Passes, data.Sampler):
         size: int,
         source: Any = None,
     ) -> None:
-        """``source``: the loader's own batch sampler, whose batch_size and drop_last the script may set for the passes
-        that follow."""
         super().__init__(seed, rank, size)
         self.count, self.shuffle = count, shuffle
         self.source = source or SimpleNamespace(batch_size=batch_size, drop_last=drop_last)

@@ -31,7 +31,6 @@ class UserOrder(Share):
     """
 
     def __init__(self, sampler: Iterable, source: Any, *, seed: int, rank: int, size: int) -> None:
-        """``source``: has the batch_size and drop_last of the passes that follow."""
         Passes.__init__(self, seed, rank, size)
         self.source = source
         self._sampler, self._held = sampler, rng.SamplerGenerators(sampler)
